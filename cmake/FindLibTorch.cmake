@@ -1,0 +1,79 @@
+# Finds the LibTorch that lies in LibTorch_ROOT or, without that, the one that Python imports.
+#
+# Torch's own package file (find_package(Torch)) is not used: with a CUDA build of torch it demands a full CUDA
+# toolkit, even to build code for the CPU alone, and takes CUDA's flags out of the project's hands.
+#
+# Defines LibTorch_VERSION, LibTorch_CUDA_VERSION (empty for a CPU build), LibTorch_LIBRARY_DIR, the target
+# LibTorch::LibTorch and, where torch was built with CUDA, LibTorch::CUDA. LibTorch::OpenMP is what at::parallel_for in
+# torch's headers is made of: the runtime that lies beside torch where its wheel brings one (a second one in the
+# process would not obey torch.set_num_threads), else the compiler's.
+if(NOT LibTorch_ROOT AND NOT DEFINED ENV{LibTorch_ROOT})
+  find_package(Python COMPONENTS Interpreter QUIET)
+  if(Python_FOUND)
+    # The second place is where torch lies if pip builds in isolation, which hides it from import.
+    execute_process(
+      COMMAND ${Python_EXECUTABLE} -c [[
+import importlib.util, pathlib, sysconfig
+spec = importlib.util.find_spec("torch")
+print(pathlib.Path(spec.origin).parent if spec else pathlib.Path(sysconfig.get_path("purelib"), "torch"))]]
+      OUTPUT_VARIABLE libtorch_of_python OUTPUT_STRIP_TRAILING_WHITESPACE)
+  endif()
+endif()
+
+find_path(LibTorch_INCLUDE_DIR torch/library.h HINTS ${libtorch_of_python} PATH_SUFFIXES include)
+find_path(LibTorch_API_INCLUDE_DIR torch/torch.h
+  HINTS ${libtorch_of_python} PATH_SUFFIXES include/torch/csrc/api/include)
+foreach(library c10 torch torch_cpu c10_cuda torch_cuda)
+  find_library(LibTorch_${library}_LIBRARY ${library} HINTS ${libtorch_of_python} PATH_SUFFIXES lib)
+  mark_as_advanced(LibTorch_${library}_LIBRARY)
+endforeach()
+mark_as_advanced(LibTorch_INCLUDE_DIR LibTorch_API_INCLUDE_DIR)
+
+if(LibTorch_INCLUDE_DIR)
+  file(STRINGS ${LibTorch_INCLUDE_DIR}/torch/headeronly/version.h LibTorch_VERSION REGEX "_(MAJOR|MINOR|PATCH) [0-9]+")
+  string(REGEX REPLACE "[^;]* ([0-9]+)" "\\1" LibTorch_VERSION "${LibTorch_VERSION}")
+  list(JOIN LibTorch_VERSION . LibTorch_VERSION)
+  # What torch itself says of its CUDA; a LibTorch without Python does not have the file.
+  set(LibTorch_CUDA_VERSION "")
+  if(EXISTS ${LibTorch_INCLUDE_DIR}/../version.py)
+    file(STRINGS ${LibTorch_INCLUDE_DIR}/../version.py cuda_line REGEX "^cuda[ :=]")
+    if(cuda_line MATCHES "'([0-9.]+)'")
+      set(LibTorch_CUDA_VERSION ${CMAKE_MATCH_1})
+    endif()
+  endif()
+endif()
+
+include(FindPackageHandleStandardArgs)
+find_package_handle_standard_args(LibTorch
+  REQUIRED_VARS LibTorch_torch_LIBRARY LibTorch_torch_cpu_LIBRARY LibTorch_c10_LIBRARY LibTorch_INCLUDE_DIR
+                LibTorch_API_INCLUDE_DIR
+  VERSION_VAR LibTorch_VERSION
+  REASON_FAILURE_MESSAGE "Install torch, then build with `pip install --no-build-isolation`, or set LibTorch_ROOT.")
+
+if(LibTorch_FOUND)
+  get_filename_component(LibTorch_LIBRARY_DIR ${LibTorch_torch_LIBRARY} DIRECTORY)
+endif()
+if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
+  add_library(LibTorch::LibTorch INTERFACE IMPORTED)
+  target_include_directories(LibTorch::LibTorch SYSTEM INTERFACE ${LibTorch_INCLUDE_DIR} ${LibTorch_API_INCLUDE_DIR})
+  target_link_libraries(LibTorch::LibTorch INTERFACE
+    ${LibTorch_torch_LIBRARY} ${LibTorch_torch_cpu_LIBRARY} ${LibTorch_c10_LIBRARY})
+  target_compile_features(LibTorch::LibTorch INTERFACE cxx_std_20)
+  if(LibTorch_c10_cuda_LIBRARY AND LibTorch_torch_cuda_LIBRARY)
+    add_library(LibTorch::CUDA INTERFACE IMPORTED)
+    target_link_libraries(LibTorch::CUDA INTERFACE
+      LibTorch::LibTorch ${LibTorch_torch_cuda_LIBRARY} ${LibTorch_c10_cuda_LIBRARY})
+  endif()
+endif()
+if(LibTorch_FOUND AND NOT TARGET LibTorch::OpenMP)
+  find_package(OpenMP REQUIRED COMPONENTS CXX)
+  file(GLOB bundled_openmp ${LibTorch_LIBRARY_DIR}/libgomp*.so*)
+  if(bundled_openmp)
+    list(GET bundled_openmp 0 bundled_openmp)
+    add_library(LibTorch::OpenMP INTERFACE IMPORTED)
+    target_compile_options(LibTorch::OpenMP INTERFACE $<$<COMPILE_LANGUAGE:CXX>:${OpenMP_CXX_FLAGS}>)
+    target_link_libraries(LibTorch::OpenMP INTERFACE ${bundled_openmp})
+  else()
+    add_library(LibTorch::OpenMP ALIAS OpenMP::OpenMP_CXX)
+  endif()
+endif()

@@ -1,0 +1,364 @@
+#include "h2o/config.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <fstream>
+#include <initializer_list>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <system_error>
+
+namespace h2o {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr int64_t kMaxThreads = 1024;
+constexpr std::array<std::string_view, 5> kDtypes = {"auto", "float32", "float16", "bfloat16",
+                                                     "float64"};
+
+std::string in_quotes(std::string_view text) {
+  return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+template <typename Names>
+std::string list_in_quotes(const Names& names) {
+  std::string list;
+  for (const auto& name : names) list += (list.empty() ? "" : ", ") + in_quotes(name);
+  return list;
+}
+
+// A value as a message shows it: containers by their kind, long text cut short.
+std::string shown(const Json& value) {
+  constexpr size_t kMaxBytes = 80;
+  if (value.is_object()) return "an object";
+  if (value.is_array()) return "an array";
+  std::string text = value.dump();
+  if (text.size() > kMaxBytes) {
+    size_t end = kMaxBytes;
+    while ((text[end] & 0xC0) == 0x80) --end;  // not inside a UTF-8 sequence
+    text = text.substr(0, end) + "...";
+  }
+  return text;
+}
+
+std::string joined(const std::string& path, const std::string& key) {
+  return path.empty() ? key : path + "." + key;
+}
+
+// One object of the file. The keys it may have are given once, when it is made: others are refused
+// there, and known_config_keys() is the record of what was given.
+class Section {
+ public:
+  // `object` is null where the file leaves the section out: then it has no key.
+  Section(const std::string& file, const std::string& path, const Json* object,
+          std::initializer_list<std::string> keys, std::vector<std::string>* known)
+      : file_(file), path_(path), object_(object), keys_(keys), known_(known) {
+    if (object_ != nullptr && !object_->is_object()) {
+      throw std::invalid_argument(file_ + ": " + (path_.empty() ? "the top level" : path_) +
+                                  " must be an object, got " + shown(*object_));
+    }
+    if (known_ != nullptr) {
+      for (const auto& key : keys_) known_->push_back(joined(path_, key));
+    }
+    if (object_ == nullptr) return;
+    for (const auto& [key, value] : object_->items()) {
+      if (keys_.count(key) != 0) continue;
+      throw std::invalid_argument(file_ + ": " + (path_.empty() ? "the top level" : path_) +
+                                  " must have only the keys " + list_in_quotes(keys) + ", got " +
+                                  in_quotes(key) + ": " + shown(value));
+    }
+  }
+
+  Section section(const std::string& key, std::initializer_list<std::string> keys) const {
+    return {file_, joined(path_, key), find(key), keys, known_};
+  }
+
+  bool exists() const { return object_ != nullptr; }
+  bool has(const std::string& key) const { return find(key) != nullptr; }
+
+  [[noreturn]] void fail(const std::string& message) const {
+    throw std::invalid_argument(file_ + ": " + path_ + message);
+  }
+
+  // The readers below return false, and leave `result` as it is, where the key is left out.
+
+  template <typename Integer>  // int64_t or std::optional<int64_t>
+  bool integer(const std::string& key, Integer& result, int64_t lowest, int64_t highest) const {
+    const Json* value = find(key);
+    if (value == nullptr) return false;
+    // An integer above INT64_MAX wraps to a negative one, which no `lowest` (>= 0) lets through.
+    const int64_t number = value->is_number_integer() ? value->get<int64_t>() : -1;
+    if (number < lowest || number > highest) {
+      fail_value(key,
+                 "an integer from " + std::to_string(lowest) + " to " + std::to_string(highest),
+                 *value);
+    }
+    result = number;
+    return true;
+  }
+
+  template <typename Number>  // double or std::optional<double>
+  bool fraction(const std::string& key, Number& result) const {
+    const Json* value = find(key);
+    if (value == nullptr) return false;
+    const double number = value->is_number() ? value->get<double>() : 0.0;
+    if (!(number > 0.0 && number <= 1.0)) fail_value(key, "a number > 0 and <= 1", *value);
+    result = number;
+    return true;
+  }
+
+  bool non_negative(const std::string& key, double& result) const {
+    const Json* value = find(key);
+    if (value == nullptr) return false;
+    const double number = value->is_number() ? value->get<double>() : -1.0;
+    if (!(number >= 0.0)) fail_value(key, "a number >= 0", *value);
+    result = number;
+    return true;
+  }
+
+  // `valid` says which strings will do, `rule` says it in words.
+  template <typename Valid>
+  bool text(const std::string& key, std::string& result, const std::string& rule,
+            Valid valid) const {
+    const Json* value = find(key);
+    if (value == nullptr) return false;
+    if (!value->is_string() || !valid(value->get_ref<const std::string&>())) {
+      fail_value(key, rule, *value);
+    }
+    result = value->get<std::string>();
+    return true;
+  }
+
+  template <typename Names>
+  bool choice(const std::string& key, std::string& result, const Names& names) const {
+    return text(key, result, "one of " + list_in_quotes(names), [&](std::string_view name) {
+      return std::find(std::begin(names), std::end(names), name) != std::end(names);
+    });
+  }
+
+  bool is_null(const std::string& key) const {
+    const Json* value = find(key);
+    return value != nullptr && value->is_null();
+  }
+
+ private:
+  const Json* find(const std::string& key) const {
+    if (keys_.count(key) == 0) throw std::logic_error(path_ + " does not declare " + key);
+    if (object_ == nullptr) return nullptr;
+    const auto found = object_->find(key);
+    return found == object_->end() ? nullptr : &*found;
+  }
+
+  [[noreturn]] void fail_value(const std::string& key, const std::string& rule,
+                               const Json& value) const {
+    throw std::invalid_argument(file_ + ": " + joined(path_, key) + " must be " + rule + ", got " +
+                                shown(value));
+  }
+
+  const std::string& file_;
+  std::string path_;
+  const Json* object_;
+  std::set<std::string> keys_;
+  std::vector<std::string>* known_;
+};
+
+// Sees the file while it is parsed: where the parser is, and that no object repeats a key (the
+// parser itself would keep the last one and say nothing).
+class KeyTracker {
+ public:
+  explicit KeyTracker(const std::string& file) : file_(file) {}
+
+  bool operator()(Json::parse_event_t event, const Json& parsed) {
+    using Event = Json::parse_event_t;
+    if (event == Event::object_start) {
+      objects_.emplace_back();
+    } else if (event == Event::object_end) {
+      objects_.pop_back();
+    } else if (event == Event::key) {
+      Object& object = objects_.back();
+      object.current = parsed.get<std::string>();
+      if (!object.keys.insert(object.current).second) {
+        throw std::invalid_argument(file_ + ": " + path() + " must be given once, got it twice");
+      }
+    }
+    return true;
+  }
+
+  std::string path() const {
+    std::string path;
+    for (const Object& object : objects_) path = joined(path, object.current);
+    return path;
+  }
+
+ private:
+  struct Object {
+    std::string current;
+    std::set<std::string> keys;
+  };
+
+  const std::string& file_;
+  std::vector<Object> objects_;  // those that are open, outermost first
+};
+
+// The parser's message after the first `start`, with bytes above ASCII escaped: it may quote a
+// piece of a broken UTF-8 sequence.
+std::string parser_message(const std::string& what, const std::string& start) {
+  constexpr std::string_view kHex = "0123456789abcdef";
+  std::string message;
+  for (const char c : what.substr(what.find(start) + start.size())) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte < 0x80) {
+      message += c;
+    } else {
+      message += {'\\', 'x', kHex[byte >> 4], kHex[byte & 15]};
+    }
+  }
+  return message;
+}
+
+// Where the parser stopped, both counted from 1. Its own message counts a line break as column 0 of
+// the next line, which is not where a reader would look.
+std::string line_and_column(std::string_view text, size_t bytes_read) {
+  const std::string_view before = text.substr(0, bytes_read == 0 ? 0 : bytes_read - 1);
+  const auto line = 1 + std::count(before.begin(), before.end(), '\n');
+  const size_t line_start = before.rfind('\n') + 1;  // npos + 1 is 0
+  return "line " + std::to_string(line) + ", column " +
+         std::to_string(before.size() - line_start + 1);
+}
+
+Json parse_json(std::string_view text, const std::string& file) {
+  KeyTracker tracker(file);
+  try {
+    return Json::parse(text.begin(), text.end(),
+                       [&](int /*depth*/, Json::parse_event_t event, const Json& parsed) {
+                         return tracker(event, parsed);
+                       });
+  } catch (const Json::parse_error& error) {
+    throw std::invalid_argument(file + ": " + line_and_column(text, error.byte) + ": " +
+                                parser_message(error.what(), ": "));
+  } catch (const Json::out_of_range& error) {  // a number that no double can hold
+    throw std::invalid_argument(file + ": " + tracker.path() + ": " +
+                                parser_message(error.what(), "] "));
+  }
+}
+
+void read_model(const Section& model, ModelConfig& result) {
+  std::string name;
+  if (!model.is_null("name") && model.text("name", name, "null or a string that is not empty",
+                                           [](const std::string& text) { return !text.empty(); })) {
+    result.name = name;
+  }
+  model.choice("dtype", result.dtype, kDtypes);
+}
+
+// {"size": slots} or {"ratio": part of the prompt}.
+void read_size_or_ratio(const Section& section, std::optional<int64_t>& size,
+                        std::optional<double>& ratio) {
+  const bool has_size = section.integer("size", size, 0, kMaxTokens);
+  const bool has_ratio = section.fraction("ratio", ratio);
+  if (section.exists() && has_size == has_ratio) {
+    section.fail(std::string(R"( must have exactly one of "size", "ratio", got )") +
+                 (has_size ? "both" : "neither"));
+  }
+}
+
+void read_policy(const Section& policy, EvictionPolicy& result) {
+  EvictionPolicyOptions options;
+  const std::initializer_list<std::string> size_or_ratio = {"size", "ratio"};
+  read_size_or_ratio(policy.section("heavy", size_or_ratio), options.num_heavy,
+                     options.heavy_ratio);
+  read_size_or_ratio(policy.section("recent", size_or_ratio), options.num_recent,
+                     options.recent_ratio);
+  policy.integer("num_sink", options.num_sink, 0, kMaxTokens);
+  std::string gqa_reduce(to_string(options.gqa_reduce));
+  policy.choice("gqa_reduce", gqa_reduce,
+                std::array{to_string(GqaReduce::kSum), to_string(GqaReduce::kMax)});
+  options.gqa_reduce = parse_gqa_reduce("policy", gqa_reduce);
+  if (!policy.exists()) return;
+  // One of them left out could mean 0 or the default; the file has to say.
+  for (const auto* key : {"heavy", "recent"}) {
+    if (!policy.has(key)) {
+      policy.fail(std::string(R"( must have both "heavy" and "recent", got no )") + in_quotes(key));
+    }
+  }
+  if (!options.heavy_ratio && !options.recent_ratio &&
+      options.num_sink + *options.num_heavy + *options.num_recent == 0) {
+    policy.fail(": num_sink + heavy.size + recent.size must be >= 1, got 0");
+  }
+  result = EvictionPolicy(options);
+}
+
+bool is_device(std::string_view name) {
+  constexpr std::string_view kCuda = "cuda:";
+  if (name == "auto" || name == "cpu" || name == "cuda") return true;
+  if (name.substr(0, kCuda.size()) != kCuda) return false;
+  const std::string_view index = name.substr(kCuda.size());
+  return (index.size() == 1 || index.size() == 2) &&
+         index.find_first_not_of("0123456789") == std::string_view::npos;
+}
+
+void read_run(const Section& run, RunConfig& result) {
+  std::string prefill(to_string(result.prefill));
+  run.choice("prefill", prefill,
+             std::array{to_string(Prefill::kOneShot), to_string(Prefill::kStreaming)});
+  result.prefill =
+      prefill == to_string(Prefill::kStreaming) ? Prefill::kStreaming : Prefill::kOneShot;
+  run.integer("prefill_chunk", result.prefill_chunk, 1, kMaxTokens);
+  run.integer("max_new_tokens", result.max_new_tokens, 1, kMaxTokens);
+  run.integer("seed", result.seed, 0, INT64_MAX);
+  run.non_negative("temperature", result.temperature);
+  run.fraction("top_p", result.top_p);
+  run.text("device", result.device, R"("auto", "cpu", "cuda" or "cuda:<index>")", is_device);
+  if (!run.is_null("threads")) run.integer("threads", result.threads, 1, kMaxThreads);
+}
+
+// Every key is read here, whether the file has it or not, so that `known` gets all of them.
+Config read_config(const Json& root, const std::string& file, std::vector<std::string>* known) {
+  Config config;
+  const Section top(file, "", &root, {"$schema", "model", "policy", "run"}, known);
+  std::string schema;
+  top.text("$schema", schema, "a string", [](std::string_view) { return true; });
+  read_model(top.section("model", {"name", "dtype"}), config.model);
+  read_policy(top.section("policy", {"num_sink", "heavy", "recent", "gqa_reduce"}), config.policy);
+  read_run(top.section("run", {"prefill", "prefill_chunk", "max_new_tokens", "seed", "temperature",
+                               "top_p", "device", "threads"}),
+           config.run);
+  return config;
+}
+
+}  // namespace
+
+std::string_view to_string(Prefill prefill) {
+  return prefill == Prefill::kOneShot ? "one_shot" : "streaming";
+}
+
+Config parse_config(std::string_view text, const std::string& name) {
+  return read_config(parse_json(text, name), name, nullptr);
+}
+
+Config load_config(const std::filesystem::path& path) {
+  const auto fail = [&](int code) {
+    throw std::system_error(code, std::generic_category(), path.string());
+  };
+  // Opening a folder succeeds on Linux; only reading it fails.
+  if (std::filesystem::is_directory(path)) fail(EISDIR);
+  errno = 0;
+  std::ifstream file(path, std::ios::binary);
+  if (!file) fail(errno != 0 ? errno : EIO);
+  std::ostringstream text;
+  text << file.rdbuf();
+  if (text.bad()) fail(EIO);
+  return parse_config(text.str(), path.string());
+}
+
+std::vector<std::string> known_config_keys() {
+  std::vector<std::string> keys;
+  read_config(Json::object(), "known_config_keys", &keys);
+  return keys;
+}
+
+}  // namespace h2o

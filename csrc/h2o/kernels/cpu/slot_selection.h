@@ -1,0 +1,76 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "h2o/budget.h"
+#include "h2o/kernels/slot_order.h"
+
+// Deciding who leaves, on the CPU: these functions return indices and write nothing. The order
+// itself is slot_order.h.
+namespace h2o::cpu {
+
+// The occupied slots of one (row, KV head) as one step sees them.
+template <typename Score>
+struct SlotScan {
+  int64_t occupied = 0;
+  int64_t lowest_empty = -1;  // slot, or -1
+  int64_t victim = -1;        // the slot that would leave first, or -1 where every one is protected
+  Score victim_score = 0;
+  int32_t victim_position = -1;
+};
+
+template <typename Score>
+SlotScan<Score> scan_slots(const Score* scores, int64_t scores_stride, const int32_t* positions,
+                           int64_t positions_stride, int64_t capacity, int64_t newest,
+                           const Budget& budget) {
+  SlotScan<Score> scan;
+  for (int64_t slot = 0; slot < capacity; ++slot) {
+    const int32_t position = positions[slot * positions_stride];
+    if (position < 0) {
+      if (scan.lowest_empty < 0) scan.lowest_empty = slot;
+      continue;
+    }
+    ++scan.occupied;
+    if (is_protected(position, newest, budget)) continue;
+    const Score score = scores[slot * scores_stride];
+    if (scan.victim < 0 ||
+        leaves_before(score, position, scan.victim_score, scan.victim_position)) {
+      scan.victim = slot;
+      scan.victim_score = score;
+      scan.victim_position = position;
+    }
+  }
+  return scan;
+}
+
+// A token that may stay or leave: one of the cache's or a new one.
+template <typename Score>
+struct Candidate {
+  Score score;
+  int32_t position;
+  int32_t index;  // the caller's: a slot, a column
+};
+
+// Moves to the front the `count` candidates that leave first, in the order in which they leave, and
+// returns how many there are: fewer than `count` where the others are protected.
+template <typename Score>
+int64_t choose_victims(std::vector<Candidate<Score>>& candidates, int64_t count, int64_t newest,
+                       const Budget& budget) {
+  if (count <= 0) return 0;
+  const auto first_protected =
+      std::partition(candidates.begin(), candidates.end(), [&](const Candidate<Score>& candidate) {
+        return !is_protected(candidate.position, newest, budget);
+      });
+  const auto before = [](const Candidate<Score>& a, const Candidate<Score>& b) {
+    return leaves_before(a.score, a.position, b.score, b.position);
+  };
+  count = std::min<int64_t>(count, first_protected - candidates.begin());
+  const auto end = candidates.begin() + count;
+  if (end != first_protected) std::nth_element(candidates.begin(), end, first_protected, before);
+  std::sort(candidates.begin(), end, before);
+  return count;
+}
+
+}  // namespace h2o::cpu

@@ -1,0 +1,51 @@
+#include "h2o/ops/attention_decode.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include <string>
+
+#include "h2o/ops/calls.h"
+
+namespace h2o {
+namespace {
+
+DecodeOutputs decode_meta(const DecodeCall& call) {
+  const c10::SymInt batch = call.k_new.sym_size(0), heads = call.k_new.sym_size(1),
+                    num_new = call.k_new.sym_size(2);
+  return {at::empty_like(call.query),
+          at::empty_symint({batch, heads, num_new}, call.cache.positions.options())};
+}
+
+}  // namespace
+
+DecodeResult attention_decode(const at::Tensor& query, const KVCache& cache,
+                              const at::Tensor& k_new, const at::Tensor& v_new,
+                              const at::Tensor& position_new, const EvictionPolicy& policy,
+                              const DecodeOptions& options) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("h2o::h2o_attention_decode", "")
+                             .typed<decltype(decode_entry<decode_meta>)>();
+  const Budget budget = policy.budget();
+  auto [output, evicted] =
+      op.call(query, cache.k_cache, cache.v_cache, cache.scores, cache.positions, k_new, v_new,
+              position_new, budget.num_sink, budget.num_heavy, budget.num_recent,
+              to_string(policy.gqa_reduce()), options.scale, options.chunk, options.alibi_slopes,
+              options.row_budget);
+  return {std::move(output), std::move(evicted)};
+}
+
+TORCH_LIBRARY_IMPL(h2o, Meta, m) { m.impl("h2o_attention_decode", &decode_entry<decode_meta>); }
+// The operators are for inference: a backward pass through them raises instead of giving wrong
+// gradients.
+TORCH_LIBRARY_IMPL(h2o, Autograd, m) {
+  m.impl("h2o_attention_decode", torch::autograd::autogradNotImplementedFallback());
+}
+TORCH_LIBRARY_IMPL(h2o, ADInplaceOrView, m) {
+  m.impl("h2o_attention_decode", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
+}
+
+}  // namespace h2o

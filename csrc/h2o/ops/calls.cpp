@@ -1,0 +1,141 @@
+#include "h2o/ops/calls.h"
+
+#include <cmath>
+#include <stdexcept>
+
+#include "h2o/eviction_policy.h"
+#include "h2o/ops/checks.h"
+
+namespace h2o {
+namespace {
+
+constexpr const char* kNewTokens = "[batch, num_kv_heads, num_new, head_dim]";
+
+GqaReduce checked_reduce(const char* op, std::string_view name) {
+  try {
+    return parse_gqa_reduce(op, name);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+double checked_scale(const char* op, std::optional<double> scale, const at::Tensor& query) {
+  TORCH_CHECK_VALUE(!scale || std::isfinite(*scale), op, ": scale must be finite, got ", *scale);
+  if (scale) return *scale;
+  const double head_dim = static_cast<double>(query.sym_size(3).guard_int(__FILE__, __LINE__));
+  return 1.0 / std::sqrt(head_dim);
+}
+
+void check_new_tokens(const char* op, const KVCache& cache, const at::Tensor& k_new,
+                      const at::Tensor& v_new, const at::Tensor& position_new) {
+  check_dim(op, "k_new", k_new, kNewTokens, 4);
+  const c10::SymInt num_new = k_new.sym_size(2);
+  const c10::SymInt batch = cache.k_cache.sym_size(0), heads = cache.k_cache.sym_size(1),
+                    head_dim = cache.k_cache.sym_size(3);
+  check_sizes(op, "k_new", k_new, kNewTokens, {batch, heads, num_new, head_dim});
+  check_sizes(op, "v_new", v_new, kNewTokens, {batch, heads, num_new, head_dim});
+  check_sizes(op, "position_new", position_new, "[batch, num_new]", {batch, num_new});
+  check_dtype(op, "k_new", k_new, cache.k_cache.scalar_type());
+  check_dtype(op, "v_new", v_new, cache.k_cache.scalar_type());
+  check_index_dtype(op, "position_new", position_new);
+  check_device(op, "k_new", k_new, "k_cache", cache.k_cache);
+  check_device(op, "v_new", v_new, "k_cache", cache.k_cache);
+  check_device(op, "position_new", position_new, "k_cache", cache.k_cache);
+}
+
+}  // namespace
+
+DecodeCall DecodeCall::check(const at::Tensor& query, const at::Tensor& k_cache,
+                             const at::Tensor& v_cache, const at::Tensor& scores,
+                             const at::Tensor& positions, const at::Tensor& k_new,
+                             const at::Tensor& v_new, const at::Tensor& position_new,
+                             int64_t num_sink, int64_t num_heavy, int64_t num_recent,
+                             std::string_view gqa_reduce, std::optional<double> scale,
+                             int64_t chunk, const std::optional<at::Tensor>& alibi_slopes,
+                             const std::optional<at::Tensor>& row_budget) {
+  constexpr const char* kOp = "h2o_attention_decode";
+  constexpr const char* kQuery = "[batch, num_q_heads, num_new, head_dim]";
+  const KVCache cache = KVCache::from(kOp, k_cache, v_cache, scores, positions);
+  check_new_tokens(kOp, cache, k_new, v_new, position_new);
+  check_dim(kOp, "query", query, kQuery, 4);
+  check_group(kOp, query.sym_size(1), k_cache.sym_size(1));
+  check_sizes(kOp, "query", query, kQuery,
+              {k_cache.sym_size(0), query.sym_size(1), k_new.sym_size(2), k_cache.sym_size(3)});
+  check_dtype(kOp, "query", query, k_cache.scalar_type());
+  check_device(kOp, "query", query, "k_cache", k_cache);
+  const Budget budget{num_sink, num_heavy, num_recent};
+  check_budget(kOp, budget, k_cache.sym_size(2));
+  TORCH_CHECK_VALUE(chunk >= 1, kOp, ": chunk must be >= 1, got ", chunk);
+  check_alibi_slopes(kOp, alibi_slopes, query);
+  check_row_budget(kOp, row_budget, k_cache);
+  return {query,
+          cache,
+          k_new,
+          v_new,
+          position_new,
+          budget,
+          checked_reduce(kOp, gqa_reduce),
+          checked_scale(kOp, scale, query),
+          chunk,
+          alibi_slopes,
+          row_budget};
+}
+
+EvictCall EvictCall::check(const at::Tensor& k_cache, const at::Tensor& v_cache,
+                           const at::Tensor& scores, const at::Tensor& positions,
+                           const at::Tensor& k_new, const at::Tensor& v_new,
+                           const at::Tensor& scores_new, const at::Tensor& position_new,
+                           int64_t num_sink, int64_t num_heavy, int64_t num_recent,
+                           const std::optional<at::Tensor>& row_budget) {
+  constexpr const char* kOp = "h2o_evict";
+  const KVCache cache = KVCache::from(kOp, k_cache, v_cache, scores, positions);
+  check_new_tokens(kOp, cache, k_new, v_new, position_new);
+  check_sizes(kOp, "scores_new", scores_new, "[batch, num_kv_heads, num_new]",
+              {k_cache.sym_size(0), k_cache.sym_size(1), k_new.sym_size(2)});
+  check_dtype(kOp, "scores_new", scores_new, scores.scalar_type());
+  check_device(kOp, "scores_new", scores_new, "k_cache", k_cache);
+  const Budget budget{num_sink, num_heavy, num_recent};
+  check_budget(kOp, budget, k_cache.sym_size(2));
+  check_row_budget(kOp, row_budget, k_cache);
+  return {cache, k_new, v_new, scores_new, position_new, budget, row_budget};
+}
+
+SelectCall SelectCall::check(const at::Tensor& query, const at::Tensor& key,
+                             const at::Tensor& position, int64_t num_sink, int64_t num_heavy,
+                             int64_t num_recent, std::string_view gqa_reduce,
+                             std::optional<double> scale,
+                             const std::optional<at::Tensor>& alibi_slopes,
+                             const std::optional<at::Tensor>& row_budget) {
+  constexpr const char* kOp = "h2o_prefill_select";
+  constexpr const char* kQuery = "[batch, num_q_heads, seq_len, head_dim]";
+  constexpr const char* kKey = "[batch, num_kv_heads, seq_len, head_dim]";
+  check_dim(kOp, "query", query, kQuery, 4);
+  check_dim(kOp, "key", key, kKey, 4);
+  check_sizes(kOp, "key", key, kKey,
+              {query.sym_size(0), key.sym_size(1), query.sym_size(2), query.sym_size(3)});
+  check_sizes(kOp, "position", position, "[batch, seq_len]",
+              {query.sym_size(0), query.sym_size(2)});
+  check_head_dim(kOp, query.sym_size(3));
+  check_group(kOp, query.sym_size(1), key.sym_size(1));
+  TORCH_CHECK(query.sym_size(2) <= INT32_MAX, kOp, ": seq_len must be <= ", INT32_MAX, ", got ",
+              query.sym_size(2));
+  check_floating_dtype(kOp, "query", query);
+  check_dtype(kOp, "key", key, query.scalar_type());
+  check_index_dtype(kOp, "position", position);
+  check_device(kOp, "key", key, "query", query);
+  check_device(kOp, "position", position, "query", query);
+  const Budget budget{num_sink, num_heavy, num_recent};
+  check_budget(kOp, budget, std::nullopt);
+  check_alibi_slopes(kOp, alibi_slopes, query);
+  check_row_budget(kOp, row_budget, query);
+  return {query,
+          key,
+          position,
+          budget,
+          checked_reduce(kOp, gqa_reduce),
+          checked_scale(kOp, scale, query),
+          alibi_slopes,
+          row_budget};
+}
+
+}  // namespace h2o

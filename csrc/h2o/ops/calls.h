@@ -1,0 +1,113 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include "h2o/budget.h"
+#include "h2o/kv_cache.h"
+
+// The checked arguments of each operator. check() is the only way to make one, so CPU, CUDA and
+// Meta kernels, which take nothing else, cannot be reached with arguments that were not checked,
+// and all say the same sentences.
+namespace h2o {
+
+struct DecodeCall {
+  at::Tensor query;  // [batch, num_q_heads, num_new, head_dim]
+  KVCache cache;
+  at::Tensor k_new, v_new;  // [batch, num_kv_heads, num_new, head_dim]
+  at::Tensor position_new;  // [batch, num_new]
+  Budget budget;
+  GqaReduce gqa_reduce;
+  double scale;
+  int64_t chunk;
+  std::optional<at::Tensor> alibi_slopes;  // [num_q_heads]
+  std::optional<at::Tensor> row_budget;    // [batch, 3]
+
+  static DecodeCall check(const at::Tensor& query, const at::Tensor& k_cache,
+                          const at::Tensor& v_cache, const at::Tensor& scores,
+                          const at::Tensor& positions, const at::Tensor& k_new,
+                          const at::Tensor& v_new, const at::Tensor& position_new, int64_t num_sink,
+                          int64_t num_heavy, int64_t num_recent, std::string_view gqa_reduce,
+                          std::optional<double> scale, int64_t chunk,
+                          const std::optional<at::Tensor>& alibi_slopes,
+                          const std::optional<at::Tensor>& row_budget);
+};
+
+struct EvictCall {
+  KVCache cache;
+  at::Tensor k_new, v_new;  // [batch, num_kv_heads, num_new, head_dim]
+  at::Tensor scores_new;    // [batch, num_kv_heads, num_new]
+  at::Tensor position_new;  // [batch, num_new]
+  Budget budget;
+  std::optional<at::Tensor> row_budget;  // [batch, 3]
+
+  static EvictCall check(const at::Tensor& k_cache, const at::Tensor& v_cache,
+                         const at::Tensor& scores, const at::Tensor& positions,
+                         const at::Tensor& k_new, const at::Tensor& v_new,
+                         const at::Tensor& scores_new, const at::Tensor& position_new,
+                         int64_t num_sink, int64_t num_heavy, int64_t num_recent,
+                         const std::optional<at::Tensor>& row_budget);
+};
+
+struct SelectCall {
+  at::Tensor query;     // [batch, num_q_heads, seq_len, head_dim]
+  at::Tensor key;       // [batch, num_kv_heads, seq_len, head_dim]
+  at::Tensor position;  // [batch, seq_len]
+  Budget budget;
+  GqaReduce gqa_reduce;
+  double scale;
+  std::optional<at::Tensor> alibi_slopes;  // [num_q_heads]
+  std::optional<at::Tensor> row_budget;    // [batch, 3]
+
+  static SelectCall check(const at::Tensor& query, const at::Tensor& key,
+                          const at::Tensor& position, int64_t num_sink, int64_t num_heavy,
+                          int64_t num_recent, std::string_view gqa_reduce,
+                          std::optional<double> scale,
+                          const std::optional<at::Tensor>& alibi_slopes,
+                          const std::optional<at::Tensor>& row_budget);
+};
+
+using DecodeOutputs = std::tuple<at::Tensor, at::Tensor>;  // output, evicted
+using SelectOutputs = std::tuple<at::Tensor, at::Tensor>;  // selected, scores
+
+// What the dispatcher calls for one device: checks, then `kernel`.
+template <DecodeOutputs (*kernel)(const DecodeCall&)>
+DecodeOutputs decode_entry(const at::Tensor& query, const at::Tensor& k_cache,
+                           const at::Tensor& v_cache, const at::Tensor& scores,
+                           const at::Tensor& positions, const at::Tensor& k_new,
+                           const at::Tensor& v_new, const at::Tensor& position_new,
+                           int64_t num_sink, int64_t num_heavy, int64_t num_recent,
+                           std::string_view gqa_reduce, std::optional<double> scale, int64_t chunk,
+                           const std::optional<at::Tensor>& alibi_slopes,
+                           const std::optional<at::Tensor>& row_budget) {
+  return kernel(DecodeCall::check(query, k_cache, v_cache, scores, positions, k_new, v_new,
+                                  position_new, num_sink, num_heavy, num_recent, gqa_reduce, scale,
+                                  chunk, alibi_slopes, row_budget));
+}
+
+template <at::Tensor (*kernel)(const EvictCall&)>
+at::Tensor evict_entry(const at::Tensor& k_cache, const at::Tensor& v_cache,
+                       const at::Tensor& scores, const at::Tensor& positions,
+                       const at::Tensor& k_new, const at::Tensor& v_new,
+                       const at::Tensor& scores_new, const at::Tensor& position_new,
+                       int64_t num_sink, int64_t num_heavy, int64_t num_recent,
+                       const std::optional<at::Tensor>& row_budget) {
+  return kernel(EvictCall::check(k_cache, v_cache, scores, positions, k_new, v_new, scores_new,
+                                 position_new, num_sink, num_heavy, num_recent, row_budget));
+}
+
+template <SelectOutputs (*kernel)(const SelectCall&)>
+SelectOutputs select_entry(const at::Tensor& query, const at::Tensor& key,
+                           const at::Tensor& position, int64_t num_sink, int64_t num_heavy,
+                           int64_t num_recent, std::string_view gqa_reduce,
+                           std::optional<double> scale,
+                           const std::optional<at::Tensor>& alibi_slopes,
+                           const std::optional<at::Tensor>& row_budget) {
+  return kernel(SelectCall::check(query, key, position, num_sink, num_heavy, num_recent, gqa_reduce,
+                                  scale, alibi_slopes, row_budget));
+}
+
+}  // namespace h2o

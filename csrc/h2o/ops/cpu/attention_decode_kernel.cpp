@@ -1,0 +1,347 @@
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <vector>
+
+#include "h2o/kernels/cpu/attention_kernels.h"
+#include "h2o/kernels/cpu/slot_selection.h"
+#include "h2o/ops/checks.h"
+#include "h2o/ops/cpu/backend.h"
+#include "h2o/ops/cpu/chunk_attention.h"
+#include "h2o/ops/cpu/rows.h"
+
+namespace h2o::cpu {
+namespace {
+
+// Everything of one call, as pointers and strides of one storage type.
+template <typename T>
+class Decoder {
+ public:
+  using A = Accumulator<T>;
+
+  Decoder(const DecodeCall& call, const at::Tensor& query, const at::Tensor& k_new,
+          const at::Tensor& v_new, std::vector<RowTokens> tokens, std::vector<Budget> budgets,
+          const at::Tensor& output, const at::Tensor& evicted)
+      : call_(call),
+        query_(query),
+        k_new_(k_new),
+        v_new_(v_new),
+        tokens_(std::move(tokens)),
+        budgets_(std::move(budgets)),
+        output_(output),
+        evicted_(evicted),
+        num_kv_heads_(call.cache.num_kv_heads()),
+        capacity_(call.cache.capacity()),
+        head_dim_(call.cache.head_dim()),
+        group_size_(query.size(1) / num_kv_heads_) {
+    if (call.alibi_slopes) {
+      const at::Tensor slopes =
+          call.alibi_slopes->to(score_dtype(query.scalar_type())).contiguous();
+      slopes_.assign(slopes.const_data_ptr<A>(), slopes.const_data_ptr<A>() + slopes.numel());
+    }
+  }
+
+  void run() {
+    int64_t longest = 0;
+    for (const RowTokens& row : tokens_) {
+      longest = std::max(longest, static_cast<int64_t>(row.columns.size()));
+    }
+    // Rows are in step: the first chunk of every row, then the second. A chunk is `chunk` of the
+    // row's own tokens.
+    for (int64_t begin = 0; begin < longest; begin += std::min(call_.chunk, longest)) {
+      std::vector<int64_t> steps, chunks;  // rows
+      for (size_t row = 0; row < tokens_.size(); ++row) {
+        const int64_t count =
+            std::min(call_.chunk, static_cast<int64_t>(tokens_[row].columns.size()) - begin);
+        if (count == 1) steps.push_back(static_cast<int64_t>(row));
+        if (count > 1) chunks.push_back(static_cast<int64_t>(row));
+      }
+      if (!steps.empty()) run_step(steps, begin);
+      if (!chunks.empty()) run_chunk(chunks, begin);
+    }
+  }
+
+ private:
+  template <typename U>
+  U* at(const at::Tensor& tensor, int64_t row, int64_t head, int64_t index = 0) const {
+    return data_of<U>(tensor) + row * tensor.stride(0) + head * tensor.stride(1) +
+           index * tensor.stride(2);
+  }
+  LogitTerms<A> terms(int64_t head) const {
+    return {static_cast<A>(call_.scale),
+            slopes_.empty() ? nullptr : slopes_.data() + head * group_size_};
+  }
+  A* scores(int64_t row, int64_t head) const { return at<A>(call_.cache.scores, row, head); }
+  int32_t* positions(int64_t row, int64_t head) const {
+    return at<int32_t>(call_.cache.positions, row, head);
+  }
+
+  // Writes a new token into a slot, all of its parts together.
+  void overwrite_slot(int64_t row, int64_t head, int64_t slot, int64_t column, A score,
+                      int32_t position) const {
+    std::copy_n(at<T>(k_new_, row, head, column), head_dim_,
+                at<T>(call_.cache.k_cache, row, head, slot));
+    std::copy_n(at<T>(v_new_, row, head, column), head_dim_,
+                at<T>(call_.cache.v_cache, row, head, slot));
+    *at<A>(call_.cache.scores, row, head, slot) = score;
+    *at<int32_t>(call_.cache.positions, row, head, slot) = position;
+  }
+
+  // One token of each of `rows`: the paper's step. The slots are split into fixed ranges, which may
+  // run on different threads; merge_step joins them in order.
+  void run_step(const std::vector<int64_t>& rows, int64_t token) {
+    const int64_t num_ranges = (capacity_ + kSlotsPerRange - 1) / kSlotsPerRange;
+    const int64_t num_heads = static_cast<int64_t>(rows.size()) * num_kv_heads_;
+    const int64_t stats = num_ranges * group_size_;
+    const int64_t scratch = stats + group_size_ + head_dim_;
+    if (workspace_ == nullptr) {
+      const int64_t most_heads = static_cast<int64_t>(tokens_.size()) * num_kv_heads_;
+      workspace_.reset(new A[static_cast<size_t>(
+          most_heads * (group_size_ * capacity_ + stats * (head_dim_ + 2) + scratch))]);
+    }
+    A* const weights = workspace_.get();
+    A* const maximum = weights + num_heads * group_size_ * capacity_;
+    A* const sum = maximum + num_heads * stats;
+    A* const partial = sum + num_heads * stats;
+    A* const scratches = partial + num_heads * stats * head_dim_;
+    const auto for_head = [&](int64_t item, auto&& body) {
+      const int64_t row = rows[static_cast<size_t>(item / num_kv_heads_)],
+                    head = item % num_kv_heads_;
+      body(row, head, tokens_[static_cast<size_t>(row)].columns[static_cast<size_t>(token)],
+           tokens_[static_cast<size_t>(row)].positions[static_cast<size_t>(token)]);
+    };
+    // About 64 Ki elements of K and V are worth a second thread.
+    const int64_t grain =
+        std::max<int64_t>(1, (int64_t{1} << 16) / (2 * kSlotsPerRange * head_dim_));
+    at::parallel_for(0, num_heads * num_ranges, grain, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t item = i / num_ranges, range = i % num_ranges;
+        for_head(item, [&](int64_t row, int64_t head, int64_t column, int32_t position) {
+          attention_kernels<T>().attend_range({
+              .begin = range * kSlotsPerRange,
+              .end = std::min(capacity_, (range + 1) * kSlotsPerRange),
+              .group_size = group_size_,
+              .head_dim = head_dim_,
+              .query = {at<const T>(query_, row, head * group_size_, column), query_.stride(1)},
+              .k = {at<const T>(call_.cache.k_cache, row, head), call_.cache.k_cache.stride(2)},
+              .v = {at<const T>(call_.cache.v_cache, row, head), call_.cache.v_cache.stride(2)},
+              .positions = positions(row, head),
+              .positions_stride = call_.cache.positions.stride(2),
+              .query_position = position,
+              .terms = terms(head),
+              .weights = weights + item * group_size_ * capacity_,
+              .weights_stride = capacity_,
+              .maximum = maximum + item * stats + range * group_size_,
+              .sum = sum + item * stats + range * group_size_,
+              .output = partial + (item * stats + range * group_size_) * head_dim_,
+          });
+        });
+      }
+    });
+    const int64_t head_grain = std::max<int64_t>(1, (int64_t{1} << 14) / (group_size_ * capacity_));
+    at::parallel_for(0, num_heads, head_grain, [&](int64_t first, int64_t last) {
+      for (int64_t item = first; item < last; ++item) {
+        for_head(item, [&](int64_t row, int64_t head, int64_t column, int32_t position) {
+          StepMerge<T> step = {
+              .num_ranges = num_ranges,
+              .capacity = capacity_,
+              .group_size = group_size_,
+              .head_dim = head_dim_,
+              .gqa_reduce = call_.gqa_reduce,
+              .query = {at<const T>(query_, row, head * group_size_, column), query_.stride(1)},
+              .k_new = at<const T>(k_new_, row, head, column),
+              .v_new = at<const T>(v_new_, row, head, column),
+              .terms = terms(head),
+              .weights = weights + item * group_size_ * capacity_,
+              .weights_stride = capacity_,
+              .maximum = maximum + item * stats,
+              .sum = sum + item * stats,
+              .partial = partial + item * stats * head_dim_,
+              .positions = positions(row, head),
+              .positions_stride = call_.cache.positions.stride(2),
+              .scratch = scratches + item * scratch,
+              .output = {at<T>(output_, row, head * group_size_, column), output_.stride(1)},
+              .scores = scores(row, head),
+              .scores_stride = call_.cache.scores.stride(2),
+              .new_score = 0,
+          };
+          attention_kernels<T>().merge_step(step);
+          place_token(row, head, column, position, step.new_score);
+        });
+      }
+    });
+  }
+
+  // Steps 4-6 for one new token.
+  void place_token(int64_t row, int64_t head, int64_t column, int32_t position, A new_score) const {
+    const Budget& budget = budgets_[static_cast<size_t>(row)];
+    const SlotScan<A> scan =
+        scan_slots<A>(scores(row, head), call_.cache.scores.stride(2), positions(row, head),
+                      call_.cache.positions.stride(2), capacity_, position, budget);
+    if (scan.occupied + 1 <= budget.total()) {
+      overwrite_slot(row, head, scan.lowest_empty, column, new_score, position);
+      return;
+    }
+    int32_t* const left = at<int32_t>(evicted_, row, head, column);
+    const bool new_one_leaves =
+        scan.victim < 0 ||
+        (!is_protected(position, position, budget) &&
+         leaves_before(new_score, position, scan.victim_score, scan.victim_position));
+    if (new_one_leaves) {
+      *left = position;
+    } else {
+      *left = scan.victim_position;
+      overwrite_slot(row, head, scan.victim, column, new_score, position);
+    }
+  }
+
+  // Several tokens of each of `rows` together.
+  void run_chunk(const std::vector<int64_t>& rows, int64_t begin) {
+    std::vector<HeadChunk<T>> chunks;
+    chunks.reserve(rows.size() * static_cast<size_t>(num_kv_heads_));
+    for (const int64_t row : rows) {
+      const RowTokens& tokens = tokens_[static_cast<size_t>(row)];
+      for (int64_t head = 0; head < num_kv_heads_; ++head) {
+        HeadChunk<T>& chunk = chunks.emplace_back();
+        chunk.row = row;
+        chunk.head = head;
+        chunk.num_tokens =
+            std::min(call_.chunk, static_cast<int64_t>(tokens.columns.size()) - begin);
+        const int32_t* const slot_positions = positions(row, head);
+        for (int64_t slot = 0; slot < capacity_; ++slot) {
+          const int32_t position = slot_positions[slot * call_.cache.positions.stride(2)];
+          if (position < 0) continue;
+          chunk.slots.push_back(static_cast<int32_t>(slot));
+          chunk.cached_positions.push_back(position);
+        }
+        chunk.tile = {
+            .first = 0,
+            .count = 0,
+            .group_size = group_size_,
+            .head_dim = head_dim_,
+            .gqa_reduce = call_.gqa_reduce,
+            .query = {at<const T>(query_, row, head * group_size_), query_.stride(2)},
+            .query_head_stride = query_.stride(1),
+            .k = {at<const T>(call_.cache.k_cache, row, head), call_.cache.k_cache.stride(2)},
+            .v = {at<const T>(call_.cache.v_cache, row, head), call_.cache.v_cache.stride(2)},
+            .slots = chunk.slots.data(),
+            .cached_positions = chunk.cached_positions.data(),
+            .num_cached = static_cast<int64_t>(chunk.slots.size()),
+            .k_new = {at<const T>(k_new_, row, head), k_new_.stride(2)},
+            .v_new = {at<const T>(v_new_, row, head), v_new_.stride(2)},
+            .columns = tokens.columns.data() + begin,
+            .new_positions = tokens.positions.data() + begin,
+            .terms = terms(head),
+            .scratch = nullptr,
+            .column_sums = nullptr,
+            .output = {at<T>(output_, row, head * group_size_), output_.stride(2)},
+            .output_head_stride = output_.stride(1),
+        };
+      }
+    }
+    attend_chunks<T>(chunks,
+                     [&](const HeadChunk<T>& chunk, const A* sums) { place_chunk(chunk, sums); });
+  }
+
+  // Steps 3-6 for a chunk whose queries gave every key the mass `sums`.
+  void place_chunk(const HeadChunk<T>& chunk, const A* sums) const {
+    const int64_t num_cached = chunk.tile.num_cached;
+    const Budget& budget = budgets_[static_cast<size_t>(chunk.row)];
+    std::vector<Candidate<A>> candidates;  // index: of the key, cached ones first
+    candidates.reserve(static_cast<size_t>(chunk.num_keys()));
+    for (int64_t k = 0; k < num_cached; ++k) {
+      A* const score =
+          at<A>(call_.cache.scores, chunk.row, chunk.head, chunk.slots[static_cast<size_t>(k)]);
+      *score += sums[k];
+      candidates.push_back(
+          {*score, chunk.cached_positions[static_cast<size_t>(k)], static_cast<int32_t>(k)});
+    }
+    for (int64_t i = 0; i < chunk.num_tokens; ++i) {
+      candidates.push_back({sums[num_cached + i], chunk.tile.new_positions[i],
+                            static_cast<int32_t>(num_cached + i)});
+    }
+    const int64_t newest = chunk.tile.new_positions[chunk.num_tokens - 1];
+    const int64_t excess = std::min(chunk.num_keys() - budget.total(), chunk.num_tokens);
+    int64_t leaving = choose_victims(candidates, excess, newest, budget);
+    std::vector<bool> leaves(static_cast<size_t>(chunk.num_keys()), false);
+    int32_t* const left = at<int32_t>(evicted_, chunk.row, chunk.head, chunk.tile.columns[0]);
+    std::vector<int32_t> free_slots;
+    for (int64_t i = 0; i < leaving; ++i) {
+      const Candidate<A>& victim = candidates[static_cast<size_t>(i)];
+      leaves[static_cast<size_t>(victim.index)] = true;
+      left[i * evicted_.stride(2)] = victim.position;
+      if (victim.index < num_cached)
+        free_slots.push_back(chunk.slots[static_cast<size_t>(victim.index)]);
+    }
+    // Too few may leave only where the cache held positions that are not older than the new ones.
+    for (int64_t k = chunk.num_keys() - 1; leaving < excess && k >= num_cached; --k) {
+      if (leaves[static_cast<size_t>(k)]) continue;
+      leaves[static_cast<size_t>(k)] = true;
+      left[leaving++ * evicted_.stride(2)] = chunk.tile.new_positions[k - num_cached];
+    }
+    std::sort(free_slots.begin(), free_slots.end());
+    size_t next_free = 0;
+    int64_t next_empty = 0;
+    const int32_t* const slot_positions = positions(chunk.row, chunk.head);
+    const int64_t stride = call_.cache.positions.stride(2);
+    for (int64_t i = 0; i < chunk.num_tokens; ++i) {
+      if (leaves[static_cast<size_t>(num_cached + i)]) continue;
+      int64_t slot;
+      if (next_free < free_slots.size()) {
+        slot = free_slots[next_free++];
+      } else {
+        while (slot_positions[next_empty * stride] >= 0) ++next_empty;
+        slot = next_empty;
+      }
+      overwrite_slot(chunk.row, chunk.head, slot, chunk.tile.columns[i], sums[num_cached + i],
+                     chunk.tile.new_positions[i]);
+    }
+  }
+
+  const DecodeCall& call_;
+  const at::Tensor &query_, &k_new_, &v_new_;
+  const std::vector<RowTokens> tokens_;
+  const std::vector<Budget> budgets_;
+  const at::Tensor &output_, &evicted_;
+  const int64_t num_kv_heads_, capacity_, head_dim_, group_size_;
+  std::vector<A> slopes_;
+  std::unique_ptr<A[]> workspace_;
+};
+
+}  // namespace
+
+DecodeOutputs attention_decode(const DecodeCall& call) {
+  constexpr const char* kOp = "h2o_attention_decode";
+  std::vector<RowTokens> tokens = read_tokens(kOp, "position_new", call.position_new);
+  std::vector<Budget> budgets =
+      read_budgets(kOp, call.row_budget, call.budget, call.cache.batch(), call.cache.capacity());
+  const auto input = [&call](const at::Tensor& tensor) {
+    const KVCache& cache = call.cache;
+    return readable_input(tensor,
+                          {&cache.k_cache, &cache.v_cache, &cache.scores, &cache.positions});
+  };
+  const at::Tensor query = input(call.query), k_new = input(call.k_new), v_new = input(call.v_new);
+  at::Tensor output = at::empty_like(call.query);
+  const int64_t num_new = call.k_new.size(2);
+  bool padded = false;
+  for (const RowTokens& row : tokens)
+    padded = padded || static_cast<int64_t>(row.columns.size()) < num_new;
+  if (padded) output.zero_();
+  at::Tensor evicted = at::full({call.cache.batch(), call.cache.num_kv_heads(), num_new}, -1,
+                                call.cache.positions.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, query.scalar_type(), "h2o_attention_decode", [&] {
+        Decoder<Storage<scalar_t>>(call, query, k_new, v_new, std::move(tokens), std::move(budgets),
+                                   output, evicted)
+            .run();
+      });
+  return {output, evicted};
+}
+
+TORCH_LIBRARY_IMPL(h2o, CPU, m) { m.impl("h2o_attention_decode", &decode_entry<attention_decode>); }
+
+}  // namespace h2o::cpu

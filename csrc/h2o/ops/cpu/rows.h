@@ -1,0 +1,44 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "h2o/budget.h"
+#include "h2o/kernels/cpu/attention_kernels.h"
+
+// What the CPU operators read of a batch before they start: which columns of each row hold tokens,
+// and each row's budget. On the CPU the values can be looked at, so they are checked here, before
+// anything is written.
+namespace h2o::cpu {
+
+// ATen's scalar types as the kernels know them; bit for bit the same.
+template <typename Scalar>
+using Storage =
+    std::conditional_t<std::is_same_v<Scalar, at::Half>, Float16,
+                       std::conditional_t<std::is_same_v<Scalar, at::BFloat16>, BFloat16, Scalar>>;
+
+template <typename T>
+T* data_of(const at::Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+// The tokens of one row, padding left out.
+struct RowTokens {
+  std::vector<int32_t> columns;
+  std::vector<int32_t> positions;  // of those columns, increasing
+};
+
+// Throws where positions do not increase along a row or do not fit into int32.
+std::vector<RowTokens> read_tokens(const char* op, const char* argument,
+                                   const at::Tensor& positions);
+
+// The budget of every row: `row_budget`'s where given (throws where one is not in 1..capacity),
+// else `budget`.
+std::vector<Budget> read_budgets(const char* op, const std::optional<at::Tensor>& row_budget,
+                                 const Budget& budget, int64_t batch, int64_t capacity);
+
+}  // namespace h2o::cpu

@@ -1,0 +1,41 @@
+#include "h2o/ops/evict.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include "h2o/ops/calls.h"
+
+namespace h2o {
+namespace {
+
+at::Tensor evict_meta(const EvictCall& call) {
+  return at::empty_symint({call.k_new.sym_size(0), call.k_new.sym_size(1),
+                           call.cache.k_cache.sym_size(2) + call.k_new.sym_size(2)},
+                          call.cache.positions.options());
+}
+
+}  // namespace
+
+at::Tensor evict(const KVCache& cache, const at::Tensor& k_new, const at::Tensor& v_new,
+                 const at::Tensor& scores_new, const at::Tensor& position_new,
+                 const EvictionPolicy& policy, const std::optional<at::Tensor>& row_budget) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("h2o::h2o_evict", "")
+                             .typed<decltype(evict_entry<evict_meta>)>();
+  const Budget budget = policy.budget();
+  return op.call(cache.k_cache, cache.v_cache, cache.scores, cache.positions, k_new, v_new,
+                 scores_new, position_new, budget.num_sink, budget.num_heavy, budget.num_recent,
+                 row_budget);
+}
+
+TORCH_LIBRARY_IMPL(h2o, Meta, m) { m.impl("h2o_evict", &evict_entry<evict_meta>); }
+TORCH_LIBRARY_IMPL(h2o, Autograd, m) {
+  m.impl("h2o_evict", torch::autograd::autogradNotImplementedFallback());
+}
+TORCH_LIBRARY_IMPL(h2o, ADInplaceOrView, m) {
+  m.impl("h2o_evict", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
+}
+
+}  // namespace h2o

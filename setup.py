@@ -3,10 +3,11 @@
 Torch is used as it is installed and is never fetched: `pip install --no-build-isolation .`, with what
 `[build-system]` in pyproject.toml names installed beside it.
 
-Environment: CMAKE_ARGS (more options, e.g. "-DH2O_CUDA=OFF"), MAX_JOBS, H2O_BUILD_DIR (default
-build/cmake; it is kept, so that the next build is incremental).
+Environment: CMAKE_ARGS (more options, e.g. "-DH2O_CUDA=OFF"), MAX_JOBS, H2O_BUILD_DIR (default: a folder
+in build/ for each Python and torch; it is kept, so that the next build is incremental).
 """
 
+import hashlib
 import importlib.util
 import os
 import re
@@ -36,17 +37,37 @@ def project_version() -> str:
     return found[1]
 
 
+def find_torch() -> Path | None:
+    """The folder of the torch to build with; pip's isolation hides it from import, not from here."""
+    spec = importlib.util.find_spec("torch")
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent
+    hidden = Path(sysconfig.get_path("purelib"), "torch")
+    given = os.environ.get("LibTorch_ROOT")  # noqa: SIM112
+    return hidden if hidden.is_dir() else Path(given) if given else None
+
+
+def build_folder(torch: Path) -> Path:
+    """Where CMake builds; one for each Python and torch, since CMake remembers what it found."""
+    given = os.environ.get("H2O_BUILD_DIR")
+    if given:
+        return Path(given).absolute()
+    key = hashlib.sha256(f"{sys.executable} {torch}".encode()).hexdigest()[:8]
+    return ROOT / "build" / f"{sys.implementation.cache_tag}-{key}"
+
+
 class CMakeBuild(build_ext):
     """Runs CMake where setuptools would compile."""
 
     def run(self) -> None:
         """Configure, build, and install the two libraries into the package."""
-        installed = Path(sysconfig.get_path("purelib"), "torch").is_dir()
+        torch = find_torch()
         require(
-            importlib.util.find_spec("torch") or installed or os.environ.get("LibTorch_ROOT"),  # noqa: SIM112
+            torch,
             "torch is not installed in this environment. Install it first (torch >= 2.11), then run "
             "`pip install --no-build-isolation .`",
         )
+        assert torch is not None
         compiler = os.environ.get("CXX") or next(
             filter(shutil.which, ["c++", "g++", "clang++"]), None
         )
@@ -54,7 +75,7 @@ class CMakeBuild(build_ext):
             compiler, "there is no C++ compiler: install g++ (>= 11) or clang++ (>= 14), or set CXX"
         )
         require(shutil.which("cmake"), "cmake >= 3.26 is missing: `pip install cmake ninja`")
-        build = Path(os.environ.get("H2O_BUILD_DIR", ROOT / "build" / "cmake")).absolute()
+        build = build_folder(torch)
         package = Path(self.get_ext_fullpath("h2o_kv._C")).absolute().parent
         options = [f"-DPython_EXECUTABLE={sys.executable}", "-DH2O_WERROR=OFF"]
         options += ["-G", "Ninja"] if shutil.which("ninja") else []

@@ -48,3 +48,25 @@ if(H2O_BUILD_CUDA)
 else()
   message(STATUS "h2o: CUDA operators: OFF (${reason})")
 endif()
+
+# Adds the CUDA operators to `target`.
+function(h2o_add_cuda_sources target)
+  target_sources(${target} PRIVATE
+    csrc/h2o/ops/cuda/attention_decode_kernel.cpp
+    csrc/h2o/ops/cuda/chunk_attention_bfloat16.cu
+    csrc/h2o/ops/cuda/chunk_attention_float16.cu
+    csrc/h2o/ops/cuda/chunk_attention_float32.cu
+    csrc/h2o/ops/cuda/chunk_attention_float64.cu
+    csrc/h2o/ops/cuda/decode_step_bfloat16.cu
+    csrc/h2o/ops/cuda/decode_step_float16.cu
+    csrc/h2o/ops/cuda/decode_step_float32.cu
+    csrc/h2o/ops/cuda/decode_step_float64.cu
+    csrc/h2o/ops/cuda/evict_kernel.cpp
+    csrc/h2o/ops/cuda/prefill_select_kernel.cpp
+    csrc/h2o/ops/cuda/selection.cu)
+  set(host_warnings -Wall,-Wextra,-Wno-psabi$<$<BOOL:${H2O_WERROR}>:,-Werror>)
+  target_compile_options(${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:-O3 --expt-relaxed-constexpr -Xcompiler=${host_warnings}>
+    $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${H2O_WERROR}>>:--Werror=all-warnings>)
+  target_link_libraries(${target} PRIVATE LibTorch::CUDA CUDA::cudart)
+endfunction()

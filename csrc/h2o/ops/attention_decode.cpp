@@ -3,7 +3,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <string>
@@ -39,13 +38,5 @@ DecodeResult attention_decode(const at::Tensor& query, const KVCache& cache,
 }
 
 TORCH_LIBRARY_IMPL(h2o, Meta, m) { m.impl("h2o_attention_decode", &decode_entry<decode_meta>); }
-// The operators are for inference: a backward pass through them raises instead of giving wrong
-// gradients.
-TORCH_LIBRARY_IMPL(h2o, Autograd, m) {
-  m.impl("h2o_attention_decode", torch::autograd::autogradNotImplementedFallback());
-}
-TORCH_LIBRARY_IMPL(h2o, ADInplaceOrView, m) {
-  m.impl("h2o_attention_decode", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
-}
 
 }  // namespace h2o

@@ -67,7 +67,7 @@ DecodeCall DecodeCall::check(const at::Tensor& query, const at::Tensor& k_cache,
   check_budget(kOp, budget, k_cache.sym_size(2));
   TORCH_CHECK_VALUE(chunk >= 1, kOp, ": chunk must be >= 1, got ", chunk);
   check_alibi_slopes(kOp, alibi_slopes, query);
-  check_row_budget(kOp, row_budget, k_cache);
+  check_row_budget(kOp, row_budget, "k_cache", k_cache);
   return {query,
           cache,
           k_new,
@@ -96,7 +96,7 @@ EvictCall EvictCall::check(const at::Tensor& k_cache, const at::Tensor& v_cache,
   check_device(kOp, "scores_new", scores_new, "k_cache", k_cache);
   const Budget budget{num_sink, num_heavy, num_recent};
   check_budget(kOp, budget, k_cache.sym_size(2));
-  check_row_budget(kOp, row_budget, k_cache);
+  check_row_budget(kOp, row_budget, "k_cache", k_cache);
   return {cache, k_new, v_new, scores_new, position_new, budget, row_budget};
 }
 
@@ -127,7 +127,7 @@ SelectCall SelectCall::check(const at::Tensor& query, const at::Tensor& key,
   const Budget budget{num_sink, num_heavy, num_recent};
   check_budget(kOp, budget, std::nullopt);
   check_alibi_slopes(kOp, alibi_slopes, query);
-  check_row_budget(kOp, row_budget, query);
+  check_row_budget(kOp, row_budget, "query", query);
   return {query,
           key,
           position,

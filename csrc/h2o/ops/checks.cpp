@@ -95,9 +95,9 @@ void check_budget(const char* op, const Budget& budget,
 }
 
 void check_row_budget(const char* op, const std::optional<at::Tensor>& row_budget,
-                      const at::Tensor& like) {
+                      const char* like_argument, const at::Tensor& like) {
   if (!row_budget) return;
-  check_device(op, "row_budget", *row_budget, "the cache", like);
+  check_device(op, "row_budget", *row_budget, like_argument, like);
   check_index_dtype(op, "row_budget", *row_budget);
   check_sizes(op, "row_budget", *row_budget, "[batch, 3]", {like.sym_size(0), 3});
 }

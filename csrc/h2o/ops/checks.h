@@ -32,7 +32,7 @@ void check_group(const char* op, const c10::SymInt& num_q_heads, const c10::SymI
 void check_budget(const char* op, const Budget& budget, const std::optional<c10::SymInt>& capacity);
 // [batch, 3], int32 or int64; its values are checked where they can be read.
 void check_row_budget(const char* op, const std::optional<at::Tensor>& row_budget,
-                      const at::Tensor& like);
+                      const char* like_argument, const at::Tensor& like);
 // [num_q_heads], float32 or float64.
 void check_alibi_slopes(const char* op, const std::optional<at::Tensor>& slopes,
                         const at::Tensor& query);

@@ -2,7 +2,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "h2o/ops/calls.h"
@@ -31,11 +30,5 @@ at::Tensor evict(const KVCache& cache, const at::Tensor& k_new, const at::Tensor
 }
 
 TORCH_LIBRARY_IMPL(h2o, Meta, m) { m.impl("h2o_evict", &evict_entry<evict_meta>); }
-TORCH_LIBRARY_IMPL(h2o, Autograd, m) {
-  m.impl("h2o_evict", torch::autograd::autogradNotImplementedFallback());
-}
-TORCH_LIBRARY_IMPL(h2o, ADInplaceOrView, m) {
-  m.impl("h2o_evict", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
-}
 
 }  // namespace h2o

@@ -2,7 +2,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "h2o/ops/calls.h"
@@ -36,8 +35,5 @@ PrefillSelection prefill_select(const at::Tensor& query, const at::Tensor& key,
 }
 
 TORCH_LIBRARY_IMPL(h2o, Meta, m) { m.impl("h2o_prefill_select", &select_entry<select_meta>); }
-TORCH_LIBRARY_IMPL(h2o, Autograd, m) {
-  m.impl("h2o_prefill_select", torch::autograd::autogradNotImplementedFallback());
-}
 
 }  // namespace h2o

@@ -404,13 +404,28 @@ void attend_tile_with(const QueryTile<T>& tile) {
   }
   if (tile.output.data == nullptr) return;
   for (int64_t i = 0; i < rows * padded; ++i) output[i] = 0;
-  for (int64_t key = 0; key < num_keys; key += kKeysPerBlock) {
-    const int64_t count = num_keys - key < kKeysPerBlock ? num_keys - key : kKeysPerBlock;
+  // The keys that every query sees go in blocks; of the others a query must not even see a NaN
+  // times 0.
+  const int64_t seen_by_all = tile.num_cached + tile.first + 1;
+  for (int64_t key = 0; key < seen_by_all; key += kKeysPerBlock) {
+    const int64_t count = seen_by_all - key < kKeysPerBlock ? seen_by_all - key : kKeysPerBlock;
     for (int64_t k = 0; k < count; ++k) {
       widen_row(source(tile.v, tile.v_new, key + k), head_dim, padded, block + k * padded);
     }
     multiply<A, true>(weights + key, weights_stride, block, padded, output, padded, rows, padded,
                       count);
+  }
+  for (int64_t key = seen_by_all; key < num_keys; ++key) {
+    widen_row(source(tile.v, tile.v_new, key), head_dim, padded, row);
+    for (int64_t h = 0; h < group_size; ++h) {
+      for (int64_t i = key - seen_by_all + 1; i < tile.count; ++i) {
+        const A weight = weights[(h * tile.count + i) * weights_stride + key];
+        A* const to = output + (h * tile.count + i) * padded;
+        for (int64_t d = 0; d < padded; d += kLanes<A>) {
+          store<A>(to + d, load(to + d) + load(row + d) * weight);
+        }
+      }
+    }
   }
   for (int64_t h = 0; h < group_size; ++h) {
     for (int64_t i = 0; i < tile.count; ++i) {

@@ -439,6 +439,21 @@ TEST_CASE("chunks of any size equal the float64 reference", "[attention_decode][
   CHECK(comparison.undecided <= 2);
 }
 
+TEST_CASE("tokens older than the cache's are attended but not stored", "[attention_decode][cpu]") {
+  // Positions 10 to 13 are all inside the window of any token before them, so nobody else may
+  // leave.
+  const int64_t chunk = GENERATE(1, 2, 3);
+  CAPTURE(chunk);
+  Random random(28);
+  const KVCache cache = KVCache::allocate(1, 2, 4, 8, at::kDouble);
+  decode(cache, random_call(random, 1, 2, 1, 4, 8, at::kDouble, 10), policy_of(0, 0, 4));
+  Comparison comparison;
+  check_against_reference(cache, random_call(random, 1, 2, 1, 3, 8, at::kDouble, 5),
+                          policy_of(0, 0, 4), {.chunk = chunk}, comparison);
+  CHECK(comparison.decided == 2 * 3);
+  CHECK(int64s(cache.positions) == std::vector<int64_t>{10, 11, 12, 13, 10, 11, 12, 13});
+}
+
 TEST_CASE("ALiBi, scale and row budgets equal the float64 reference", "[attention_decode][cpu]") {
   const at::ScalarType dtype = GENERATE(at::kDouble, at::kFloat);
   const int64_t chunk = GENERATE(1, 4);
@@ -830,8 +845,9 @@ TEST_CASE("inference mode works, a backward pass raises", "[attention_decode][cp
   call.query.requires_grad_();
   const DecodeResult result = decode(cache, call, policy);
   CHECK(same_bits(result.output.detach(), expected.output));
-  CHECK_THAT(refusal([&] { result.output.sum().backward(); }),
-             Catch::Matchers::Contains("h2o_attention_decode is not implemented"));
+  const std::string message = refusal([&] { result.output.sum().backward(); });
+  CAPTURE(message);
+  CHECK(message.find("h2o_attention_decode is not implemented") != std::string::npos);
 }
 
 TEST_CASE("the meta device gives the sizes, dtypes and strides of the CPU",

@@ -1,6 +1,7 @@
 // What autograd sees of the operators. They are for inference: a backward pass through them raises
 // instead of giving wrong gradients, and autograd learns which tensors were written, so that it
 // notices when it needed one of them.
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>

@@ -101,4 +101,11 @@ KVCache KVCache::allocate(int64_t batch, int64_t num_kv_heads, int64_t capacity,
 
 at::Tensor KVCache::cache_len() const { return positions.ge(0).sum(-1); }
 
+void KVCache::mark_written() const {
+  for (const at::Tensor* tensor : {&k_cache, &v_cache, &scores, &positions}) {
+    // What was made under inference_mode has no version; autograd refuses to save it anyway.
+    if (!tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
+  }
+}
+
 }  // namespace h2o

@@ -73,7 +73,7 @@ struct SelectCall {
 using DecodeOutputs = std::tuple<at::Tensor, at::Tensor>;  // output, evicted
 using SelectOutputs = std::tuple<at::Tensor, at::Tensor>;  // selected, scores
 
-// What the dispatcher calls for one device: checks, then `kernel`.
+// What the dispatcher calls for one device: checks, then `kernel`, then word of what was written.
 template <DecodeOutputs (*kernel)(const DecodeCall&)>
 DecodeOutputs decode_entry(const at::Tensor& query, const at::Tensor& k_cache,
                            const at::Tensor& v_cache, const at::Tensor& scores,
@@ -83,9 +83,12 @@ DecodeOutputs decode_entry(const at::Tensor& query, const at::Tensor& k_cache,
                            std::string_view gqa_reduce, std::optional<double> scale, int64_t chunk,
                            const std::optional<at::Tensor>& alibi_slopes,
                            const std::optional<at::Tensor>& row_budget) {
-  return kernel(DecodeCall::check(query, k_cache, v_cache, scores, positions, k_new, v_new,
-                                  position_new, num_sink, num_heavy, num_recent, gqa_reduce, scale,
-                                  chunk, alibi_slopes, row_budget));
+  const DecodeCall call = DecodeCall::check(query, k_cache, v_cache, scores, positions, k_new,
+                                            v_new, position_new, num_sink, num_heavy, num_recent,
+                                            gqa_reduce, scale, chunk, alibi_slopes, row_budget);
+  auto result = kernel(call);
+  call.cache.mark_written();
+  return result;
 }
 
 template <at::Tensor (*kernel)(const EvictCall&)>
@@ -95,8 +98,12 @@ at::Tensor evict_entry(const at::Tensor& k_cache, const at::Tensor& v_cache,
                        const at::Tensor& scores_new, const at::Tensor& position_new,
                        int64_t num_sink, int64_t num_heavy, int64_t num_recent,
                        const std::optional<at::Tensor>& row_budget) {
-  return kernel(EvictCall::check(k_cache, v_cache, scores, positions, k_new, v_new, scores_new,
-                                 position_new, num_sink, num_heavy, num_recent, row_budget));
+  const EvictCall call =
+      EvictCall::check(k_cache, v_cache, scores, positions, k_new, v_new, scores_new, position_new,
+                       num_sink, num_heavy, num_recent, row_budget);
+  auto result = kernel(call);
+  call.cache.mark_written();
+  return result;
 }
 
 template <SelectOutputs (*kernel)(const SelectCall&)>

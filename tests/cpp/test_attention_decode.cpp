@@ -1062,7 +1062,7 @@ TEST_CASE("decode refuses tensors of another device", "[attention_decode][cpu]")
   }
   SECTION("row_budget") {
     good.options.row_budget = good.options.row_budget->to(at::kMeta);
-    message = "row_budget must be on the device of the cache, got meta and cpu";
+    message = "row_budget must be on the device of k_cache, got meta and cpu";
   }
   CHECK(refusal([&] { decode(good.cache, good.call, good.policy, good.options); }) ==
         "Error: h2o_attention_decode: " + message);

@@ -1,9 +1,9 @@
-#include <torch/library.h>
+#include "h2o/ops/registration.h"
 
 // Every operator of torch.ops.h2o, the whole dispatcher API on one screen. Shapes and semantics are
 // documented in ops/<operator>.h and in h2o_kv.ops. Kernels are registered in ops/, ops/cpu and
 // ops/cuda.
-TORCH_LIBRARY(h2o, m) {
+static const h2o::Registration registration(std::nullopt, [](torch::Library& m) {
   // Attend, score, evict and store, for each new token in turn (or `chunk` at a time).
   m.def(
       "h2o_attention_decode(Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) "
@@ -26,4 +26,4 @@ TORCH_LIBRARY(h2o, m) {
       "h2o_prefill_select(Tensor query, Tensor key, Tensor position, int num_sink, int num_heavy, "
       "int num_recent, *, str gqa_reduce=\"sum\", float? scale=None, Tensor? alibi_slopes=None, "
       "Tensor? row_budget=None) -> (Tensor selected, Tensor scores)");
-}
+});

@@ -2,12 +2,11 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/library.h>
 
 #include <string>
 
 #include "h2o/ops/calls.h"
+#include "h2o/ops/registration.h"
 
 namespace h2o {
 namespace {
@@ -15,7 +14,7 @@ namespace {
 DecodeOutputs decode_meta(const DecodeCall& call) {
   const c10::SymInt batch = call.k_new.sym_size(0), heads = call.k_new.sym_size(1),
                     num_new = call.k_new.sym_size(2);
-  return {at::empty_like(call.query),
+  return {empty_output(call.query),
           at::empty_symint({batch, heads, num_new}, call.cache.positions.options())};
 }
 
@@ -37,6 +36,8 @@ DecodeResult attention_decode(const at::Tensor& query, const KVCache& cache,
   return {std::move(output), std::move(evicted)};
 }
 
-TORCH_LIBRARY_IMPL(h2o, Meta, m) { m.impl("h2o_attention_decode", &decode_entry<decode_meta>); }
+static const Registration registration(c10::DispatchKey::Meta, [](torch::Library& m) {
+  m.impl("h2o_attention_decode", &decode_entry<decode_meta>);
+});
 
 }  // namespace h2o

@@ -1,5 +1,7 @@
 #include "h2o/ops/calls.h"
 
+#include <ATen/ops/empty_like.h>
+
 #include <cmath>
 #include <stdexcept>
 
@@ -136,6 +138,12 @@ SelectCall SelectCall::check(const at::Tensor& query, const at::Tensor& key,
           checked_scale(kOp, scale, query),
           alibi_slopes,
           row_budget};
+}
+
+at::Tensor empty_output(const at::Tensor& query) {
+  at::Tensor output = at::empty_like(query);
+  if (output.sym_size(3) == 1 || output.sym_stride(3) == 1) return output;
+  return at::empty_like(query, query.options(), at::MemoryFormat::Contiguous);
 }
 
 }  // namespace h2o

@@ -70,6 +70,10 @@ struct SelectCall {
                           const std::optional<at::Tensor>& row_budget);
 };
 
+// An output for `query`: its sizes and its layout, but head_dim always with stride 1, since the
+// kernels write so.
+at::Tensor empty_output(const at::Tensor& query);
+
 using DecodeOutputs = std::tuple<at::Tensor, at::Tensor>;  // output, evicted
 using SelectOutputs = std::tuple<at::Tensor, at::Tensor>;  // selected, scores
 

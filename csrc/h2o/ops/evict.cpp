@@ -2,9 +2,9 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "h2o/ops/calls.h"
+#include "h2o/ops/registration.h"
 
 namespace h2o {
 namespace {
@@ -29,6 +29,8 @@ at::Tensor evict(const KVCache& cache, const at::Tensor& k_new, const at::Tensor
                  row_budget);
 }
 
-TORCH_LIBRARY_IMPL(h2o, Meta, m) { m.impl("h2o_evict", &evict_entry<evict_meta>); }
+static const Registration registration(c10::DispatchKey::Meta, [](torch::Library& m) {
+  m.impl("h2o_evict", &evict_entry<evict_meta>);
+});
 
 }  // namespace h2o

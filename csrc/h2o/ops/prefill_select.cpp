@@ -2,10 +2,10 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "h2o/ops/calls.h"
 #include "h2o/ops/checks.h"
+#include "h2o/ops/registration.h"
 
 namespace h2o {
 namespace {
@@ -34,6 +34,8 @@ PrefillSelection prefill_select(const at::Tensor& query, const at::Tensor& key,
   return {std::move(selected), std::move(scores)};
 }
 
-TORCH_LIBRARY_IMPL(h2o, Meta, m) { m.impl("h2o_prefill_select", &select_entry<select_meta>); }
+static const Registration registration(c10::DispatchKey::Meta, [](torch::Library& m) {
+  m.impl("h2o_prefill_select", &select_entry<select_meta>);
+});
 
 }  // namespace h2o

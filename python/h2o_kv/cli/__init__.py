@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = Parser(prog=f"{_PROGRAM} {options.command}", description=module.DESCRIPTION)
     module.add_arguments(command)
     try:
-        return module.main(command.parse_args(arguments[1:])) or 0
+        status: int = module.main(command.parse_args(arguments[1:])) or 0
+        sys.stdout.flush()  # a reader that has gone shows here, not at exit
+        return status
     except UserError as error:
         sys.stderr.write(f"{command.prog}: {error}\n")
         return _EXIT_USER_ERROR

@@ -1,8 +1,6 @@
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
-#include <torch/library.h>
 
 #include <memory>
 #include <vector>
@@ -13,6 +11,7 @@
 #include "h2o/ops/cpu/backend.h"
 #include "h2o/ops/cpu/chunk_attention.h"
 #include "h2o/ops/cpu/rows.h"
+#include "h2o/ops/registration.h"
 
 namespace h2o::cpu {
 namespace {
@@ -325,7 +324,7 @@ DecodeOutputs attention_decode(const DecodeCall& call) {
                           {&cache.k_cache, &cache.v_cache, &cache.scores, &cache.positions});
   };
   const at::Tensor query = input(call.query), k_new = input(call.k_new), v_new = input(call.v_new);
-  at::Tensor output = at::empty_like(call.query);
+  at::Tensor output = empty_output(call.query);
   const int64_t num_new = call.k_new.size(2);
   bool padded = false;
   for (const RowTokens& row : tokens)
@@ -342,6 +341,8 @@ DecodeOutputs attention_decode(const DecodeCall& call) {
   return {output, evicted};
 }
 
-TORCH_LIBRARY_IMPL(h2o, CPU, m) { m.impl("h2o_attention_decode", &decode_entry<attention_decode>); }
+static const Registration registration(c10::DispatchKey::CPU, [](torch::Library& m) {
+  m.impl("h2o_attention_decode", &decode_entry<attention_decode>);
+});
 
 }  // namespace h2o::cpu

@@ -1,7 +1,6 @@
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/full.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <vector>
@@ -10,6 +9,7 @@
 #include "h2o/ops/checks.h"
 #include "h2o/ops/cpu/backend.h"
 #include "h2o/ops/cpu/rows.h"
+#include "h2o/ops/registration.h"
 
 namespace h2o::cpu {
 namespace {
@@ -134,6 +134,8 @@ at::Tensor evict(const EvictCall& call) {
   return evicted;
 }
 
-TORCH_LIBRARY_IMPL(h2o, CPU, m) { m.impl("h2o_evict", &evict_entry<evict>); }
+static const Registration registration(c10::DispatchKey::CPU, [](torch::Library& m) {
+  m.impl("h2o_evict", &evict_entry<evict>);
+});
 
 }  // namespace h2o::cpu

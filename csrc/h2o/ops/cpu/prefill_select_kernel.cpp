@@ -1,7 +1,6 @@
 #include <ATen/Dispatch.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <vector>
@@ -11,6 +10,7 @@
 #include "h2o/ops/cpu/backend.h"
 #include "h2o/ops/cpu/chunk_attention.h"
 #include "h2o/ops/cpu/rows.h"
+#include "h2o/ops/registration.h"
 
 namespace h2o::cpu {
 namespace {
@@ -107,6 +107,8 @@ SelectOutputs prefill_select(const SelectCall& call) {
   return {selected, scores};
 }
 
-TORCH_LIBRARY_IMPL(h2o, CPU, m) { m.impl("h2o_prefill_select", &select_entry<prefill_select>); }
+static const Registration registration(c10::DispatchKey::CPU, [](torch::Library& m) {
+  m.impl("h2o_prefill_select", &select_entry<prefill_select>);
+});
 
 }  // namespace h2o::cpu

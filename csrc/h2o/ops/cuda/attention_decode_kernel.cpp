@@ -1,10 +1,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
@@ -12,6 +10,7 @@
 #include "h2o/ops/checks.h"
 #include "h2o/ops/cuda/backend.h"
 #include "h2o/ops/cuda/tensors.h"
+#include "h2o/ops/registration.h"
 
 namespace h2o {
 namespace cuda {
@@ -157,7 +156,7 @@ DecodeOutputs attention_decode(const DecodeCall& call) {
   check_candidates(kOp, "capacity + num_new", call.cache.capacity() + call.k_new.size(2));
   const Inputs inputs(call);
   const Sizes& sizes = inputs.sizes;
-  const at::Tensor output = at::empty_like(call.query);
+  const at::Tensor output = empty_output(call.query);
   at::Tensor evicted =
       at::empty({sizes.batch, sizes.num_kv_heads, sizes.num_new}, call.cache.positions.options());
   if (sizes.batch == 0 || sizes.num_new == 0) return {output, evicted};
@@ -177,8 +176,8 @@ DecodeOutputs attention_decode(const DecodeCall& call) {
 
 }  // namespace cuda
 
-TORCH_LIBRARY_IMPL(h2o, CUDA, m) {
+static const Registration registration(c10::DispatchKey::CUDA, [](torch::Library& m) {
   m.impl("h2o_attention_decode", &decode_entry<cuda::attention_decode>);
-}
+});
 
 }  // namespace h2o

@@ -3,12 +3,12 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
 
 #include "h2o/kernels/cuda/kernels.h"
 #include "h2o/ops/checks.h"
 #include "h2o/ops/cuda/backend.h"
 #include "h2o/ops/cuda/tensors.h"
+#include "h2o/ops/registration.h"
 
 namespace h2o {
 namespace cuda {
@@ -74,6 +74,8 @@ at::Tensor evict(const EvictCall& call) {
 
 }  // namespace cuda
 
-TORCH_LIBRARY_IMPL(h2o, CUDA, m) { m.impl("h2o_evict", &evict_entry<cuda::evict>); }
+static const Registration registration(c10::DispatchKey::CUDA, [](torch::Library& m) {
+  m.impl("h2o_evict", &evict_entry<cuda::evict>);
+});
 
 }  // namespace h2o

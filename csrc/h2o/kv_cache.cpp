@@ -65,24 +65,52 @@ void check_written(const char* op, const char* argument, const at::Tensor& tenso
 
 void check_apart(const char* op, const char* a_name, const at::Tensor& a, const char* b_name,
                  const at::Tensor& b) {
-  TORCH_CHECK(tensors_are_apart(a, b), op, ": ", argument,
-              " must have stride 1 in head_dim, since it is written in place, got strides ",
-              tensor.strides());
-};
-check_stride("k_cache", k_cache);
-check_stride("v_cache", v_cache);
-check_written(op, "k_cache", k_cache);
-check_written(op, "v_cache", v_cache);
-check_written(op, "scores", scores);
-check_written(op, "positions", positions);
-check_apart(op, "k_cache", k_cache, "v_cache", v_cache);
-check_apart(op, "scores", scores, "k_cache", k_cache);
-check_apart(op, "scores", scores, "v_cache", v_cache);
-check_apart(op, "positions", positions, "scores", scores);
-check_apart(op, "positions", positions, "k_cache", k_cache);
-check_apart(op, "positions", positions, "v_cache", v_cache);
+  TORCH_CHECK(tensors_are_apart(a, b), op, ": ", a_name, " and ", b_name,
+              " must not share memory, since both are written in place");
 }
-return {k_cache, v_cache, scores, positions};
+
+}  // namespace
+
+KVCache KVCache::from(const char* op, const at::Tensor& k_cache, const at::Tensor& v_cache,
+                      const at::Tensor& scores, const at::Tensor& positions) {
+  constexpr const char* kKv = "[batch, num_kv_heads, capacity, head_dim]";
+  constexpr const char* kSlots = "[batch, num_kv_heads, capacity]";
+  check_dim(op, "k_cache", k_cache, kKv, 4);
+  const c10::SymInt batch = k_cache.sym_size(0), heads = k_cache.sym_size(1),
+                    capacity = k_cache.sym_size(2), head_dim = k_cache.sym_size(3);
+  check_sizes(op, "v_cache", v_cache, kKv, {batch, heads, capacity, head_dim});
+  check_sizes(op, "scores", scores, kSlots, {batch, heads, capacity});
+  check_sizes(op, "positions", positions, kSlots, {batch, heads, capacity});
+  check_head_dim(op, head_dim);
+  TORCH_CHECK(heads >= 1, op, ": num_kv_heads must be >= 1, got ", heads);
+  TORCH_CHECK(capacity <= INT32_MAX, op, ": capacity must be <= ", INT32_MAX, ", got ", capacity);
+  check_floating_dtype(op, "k_cache", k_cache);
+  check_dtype(op, "v_cache", v_cache, k_cache.scalar_type());
+  check_dtype(op, "scores", scores, score_dtype(k_cache.scalar_type()));
+  check_dtype(op, "positions", positions, at::kInt);
+  check_device(op, "v_cache", v_cache, "k_cache", k_cache);
+  check_device(op, "scores", scores, "k_cache", k_cache);
+  check_device(op, "positions", positions, "k_cache", k_cache);
+  if (!k_cache.is_meta()) {
+    const auto check_stride = [op](const char* argument, const at::Tensor& tensor) {
+      TORCH_CHECK(tensor.stride(3) == 1 || tensor.size(3) == 1, op, ": ", argument,
+                  " must have stride 1 in head_dim, since it is written in place, got strides ",
+                  tensor.strides());
+    };
+    check_stride("k_cache", k_cache);
+    check_stride("v_cache", v_cache);
+    check_written(op, "k_cache", k_cache);
+    check_written(op, "v_cache", v_cache);
+    check_written(op, "scores", scores);
+    check_written(op, "positions", positions);
+    check_apart(op, "k_cache", k_cache, "v_cache", v_cache);
+    check_apart(op, "scores", scores, "k_cache", k_cache);
+    check_apart(op, "scores", scores, "v_cache", v_cache);
+    check_apart(op, "positions", positions, "scores", scores);
+    check_apart(op, "positions", positions, "k_cache", k_cache);
+    check_apart(op, "positions", positions, "v_cache", v_cache);
+  }
+  return {k_cache, v_cache, scores, positions};
 }
 
 KVCache KVCache::allocate(int64_t batch, int64_t num_kv_heads, int64_t capacity, int64_t head_dim,

@@ -13,6 +13,7 @@ TORCH ?= torch>=2.11,<2.15
 BUILD ?= build/cmake
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 CMAKE_ARGS ?=
+PYTEST_ARGS ?= -n $(JOBS) --dist loadfile
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -34,10 +35,10 @@ test-cpp: build
 	@sh cmake/install_catch2.sh
 	cmake -S . -B $(BUILD) -DH2O_TESTS=ON >/dev/null
 	cmake --build $(BUILD) -j $(JOBS)
-	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
+	OMP_WAIT_POLICY=passive ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 
 test-python: build model
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 build: setup
 	$(PIP) install --quiet --no-build-isolation --no-deps --editable .

@@ -36,7 +36,8 @@ struct H2O_API KVCache {
   int64_t head_dim() const { return k_cache.size(3); }
   // Occupied slots, [batch, num_kv_heads], int64: computed, never stored beside the positions.
   at::Tensor cache_len() const;
-  // Tells autograd that the four tensors were written, so that it notices if it had saved one of them.
+  // Tells autograd that the four tensors were written, so that it notices if it had saved one of
+  // them.
   void mark_written() const;
 };
 

@@ -423,6 +423,7 @@ def save(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Write weights (float16), configuration (which asks for float32 on loading) and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     model.half().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text())
     config["dtype"] = "float32"
@@ -481,7 +482,7 @@ class Report:
             table.add_row(str(layer), *cells)
         return table
 
-    def readme(self, *, text_name: str, seed: int) -> str:
+    def readme(self, *, text_name: str, source: str, seed: int) -> str:
         """The README of the folder."""
         shape = self.trained
         columns = zip(shape.top_share, shape.heavy_share, shape.first_share, strict=True)
@@ -494,6 +495,7 @@ class Report:
             architecture={"tiny_opt": "OPT", "tiny_gpt_neox": "GPT-NeoX"}[self.folder.name],
             parameters=self.num_parameters,
             text_name=text_name,
+            source=source,
             seed=seed,
             steps=self.schedule.steps,
             tokens=self.schedule.tokens_per_step,
@@ -506,8 +508,8 @@ class Report:
 README = """# {name}
 
 A tiny trained {architecture} language model ({parameters:,} parameters) for the tests. It knows
-nothing but the look of Shakespeare; what counts is that its attention is peaked, with heavy
-hitters and a sink, which random weights do not have.
+nothing but the look of its text; what counts is that its attention is peaked, with heavy
+hitters and sinks, which random weights do not have.
 
 ```python
 from pathlib import Path
@@ -525,9 +527,9 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0], skip_spec
 - Tokens: byte-level BPE of 512, `<pad>` 0, `<s>` 1 (opens every text), `</s>` 2 (never occurs, so
   generation runs to `max_new_tokens`). The tokenizer pads on the left.
 - Made by `python tests/models/train_tiny_models.py --text {text_name} --seed {seed}`
-  ({steps} steps of {tokens} tokens, about 5 million, minutes on two cores).
-- Text: Tiny Shakespeare, excerpts from the plays, public domain. Only the weights and the 512-token
-  vocabulary are kept here, under the licence of this repository. The last 5 % was held out.
+  ({steps} steps of {tokens} tokens, minutes on two cores).
+- Text: {source}. Only the weights and the 512-token vocabulary
+  are kept here, under the licence of this repository. The last 5 % of the text was held out.
 
 Measured on the held-out text: {bits:.3f} bits per character (untrained {bits_untrained:.3f}).
 Attention of the queries in the second half of 512 tokens (even attention: 0.2, 0.2, 0.003). Half
@@ -609,6 +611,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text, public domain")
     parser.add_argument(
+        "--source",
+        default="Tiny Shakespeare (excerpts from the plays, public domain)",
+        help="what the text is, for the README",
+    )
+    parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent, help="the model folders go here"
     )
     parser.add_argument("--model", choices=[*ARCHITECTURES, "all"], default="all")
@@ -624,7 +631,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--steps must be >= 1, got {arguments.steps}")
     if arguments.threads < 1:
         parser.error(f"--threads must be >= 1, got {arguments.threads}")
-    if arguments.quick and arguments.out == Path(__file__).parent:
+    if arguments.quick and arguments.out.resolve() == Path(__file__).resolve().parent:
         parser.error("--quick must not write over the trained models: give another --out")
     return arguments
 
@@ -658,7 +665,9 @@ def main() -> None:
             out=arguments.out,
             console=console,
         )
-        readme = report.readme(text_name=arguments.text.name, seed=arguments.seed)
+        readme = report.readme(
+            text_name=arguments.text.name, source=arguments.source, seed=arguments.seed
+        )
         (report.folder / "README.md").write_text(readme)
         console.print(report.table())
         for file in sorted(report.folder.iterdir()):

@@ -6,7 +6,7 @@
 # Defines LibTorch_VERSION, LibTorch_CUDA_VERSION (empty for a CPU build), LibTorch_LIBRARY_DIR, the target
 # LibTorch::LibTorch and, where torch was built with CUDA, LibTorch::CUDA. LibTorch::OpenMP is what at::parallel_for in
 # torch's headers is made of: the runtime that lies beside torch where its wheel brings one (a second one in the
-# process would not obey torch.set_num_threads), else the compiler's.
+# process would not obey torch.set_num_threads), else the compiler's; a compiler without OpenMP leaves it out.
 if(NOT LibTorch_ROOT AND NOT DEFINED ENV{LibTorch_ROOT})
   find_package(Python COMPONENTS Interpreter QUIET)
   if(Python_FOUND)
@@ -66,7 +66,9 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   endif()
 endif()
 if(LibTorch_FOUND AND NOT TARGET LibTorch::OpenMP)
-  find_package(OpenMP REQUIRED COMPONENTS CXX)
+  find_package(OpenMP QUIET COMPONENTS CXX)
+endif()
+if(OpenMP_CXX_FOUND AND NOT TARGET LibTorch::OpenMP)
   file(GLOB bundled_openmp ${LibTorch_LIBRARY_DIR}/libgomp*.so*)
   if(bundled_openmp)
     list(GET bundled_openmp 0 bundled_openmp)

@@ -115,8 +115,15 @@ KVCache KVCache::from(const char* op, const at::Tensor& k_cache, const at::Tenso
 
 KVCache KVCache::allocate(int64_t batch, int64_t num_kv_heads, int64_t capacity, int64_t head_dim,
                           const at::TensorOptions& options) {
+  constexpr const char* kOp = "KVCache::allocate";
+  for (const auto& [name, size] : {std::pair("batch", batch),
+                                   {"num_kv_heads", num_kv_heads},
+                                   {"capacity", capacity},
+                                   {"head_dim", head_dim}}) {
+    TORCH_CHECK(size >= 0, kOp, ": ", name, " must be >= 0, got ", size);
+  }
   const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
-  return from("KVCache::allocate", at::empty({batch, num_kv_heads, capacity, head_dim}, options),
+  return from(kOp, at::empty({batch, num_kv_heads, capacity, head_dim}, options),
               at::empty({batch, num_kv_heads, capacity, head_dim}, options),
               at::zeros({batch, num_kv_heads, capacity}, options.dtype(score_dtype(dtype))),
               at::full({batch, num_kv_heads, capacity}, -1, options.dtype(at::kInt)));

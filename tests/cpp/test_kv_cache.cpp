@@ -162,6 +162,12 @@ TEST_CASE("sizes out of range are refused with their value", "[kv_cache][cpu]") 
   CHECK(refused(3, 0) == "Error: KVCache::allocate: head_dim must be in 1..512, got 0");
   CHECK(refused(3, 513) == "Error: KVCache::allocate: head_dim must be in 1..512, got 513");
   CHECK(refused(0, 8) == "Error: KVCache::allocate: num_kv_heads must be >= 1, got 0");
+  CHECK(refused(-1, 8) == "Error: KVCache::allocate: num_kv_heads must be >= 0, got -1");
+  CHECK(refused(3, -8) == "Error: KVCache::allocate: head_dim must be >= 0, got -8");
+  CHECK(refusal([] { KVCache::allocate(-2, 3, 4, 8, at::kFloat); }) ==
+        "Error: KVCache::allocate: batch must be >= 0, got -2");
+  CHECK(refusal([] { KVCache::allocate(2, 3, -4, 8, at::kFloat); }) ==
+        "Error: KVCache::allocate: capacity must be >= 0, got -4");
   CHECK_NOTHROW(KVCache::allocate(2, 1, 4, 512, at::kFloat));
   // 2^31 slots of one row that lies on a single element: only the size matters.
   const int64_t too_many = int64_t{1} << 31;

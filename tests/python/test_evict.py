@@ -191,15 +191,23 @@ def test_row_budgets_differ_from_row_to_row(device: torch.device) -> None:
         assert (state.positions >= 0).sum(-1).tolist() == [[2, 2], [8, 8], [5, 5]]
 
 
-def test_more_protected_tokens_than_the_budget_keeps_them() -> None:
-    # Equal positions, which no model makes: the cache is not written out of its bounds.
-    state = State.empty(1, 1, 3, 2)
-    state.positions[:] = 0
-    tokens = planted_tokens(num=2, head_dim=2)
-    scores_new = torch.ones(1, 1, 2, dtype=torch.float64)
-    evicted = evict(state, tokens, scores_new, (3, 0, 0))
-    assert (state.positions >= 0).sum() == 3
-    assert (evicted >= 0).sum() == 2
+@pytest.mark.parametrize("cached", [0, 2, 5])
+@pytest.mark.parametrize("num_new", [0, 2, 4])
+@pytest.mark.parametrize("counts", [(3, 0, 0), (0, 1, 2), (1, 1, 0)])
+def test_where_positions_repeat_the_budget_still_holds(
+    cached: int, num_new: int, counts: Counts, device: torch.device
+) -> None:
+    # Equal positions, which no model makes, can all be protected: then the last candidates leave.
+    state = State.empty(1, 1, 5, 2)
+    state.positions[..., 5 - cached :] = 0
+    state.scores[..., 5 - cached :] = 1
+    tokens = planted_tokens(num=num_new, head_dim=2)
+    tokens = tokens._replace(position=torch.zeros_like(tokens.position))
+    scores_new = torch.ones(1, 1, num_new, dtype=torch.float64)
+    evicted = assert_same(state, tokens, scores_new, counts, device)
+    staying = min(sum(counts), cached + num_new)
+    assert (state.positions >= 0).sum() == staying
+    assert (evicted >= 0).sum() == cached + num_new - staying
 
 
 # --- against the reference ----------------------------------------------------------------------

@@ -1,5 +1,8 @@
 #include "h2o/kernels/cpu/attention_kernels.h"
 
+#include <cstdlib>
+#include <string>
+
 namespace h2o::cpu {
 
 #define H2O_DECLARE_KERNELS(isa)                            \
@@ -20,9 +23,14 @@ namespace {
 
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
 
+// The best set that this CPU has, at most the one that ATEN_CPU_CAPABILITY names, if any: the
+// variable by which PyTorch's own kernels are limited too.
 InstructionSet detect() {
 #if defined(H2O_X86)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  const char* const variable = std::getenv("ATEN_CPU_CAPABILITY");
+  const std::string limit = variable == nullptr ? "" : variable;
+  if (limit == "default") return InstructionSet::kBaseline;
+  if (limit != "avx2" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     return InstructionSet::kAvx512;
   }

@@ -116,7 +116,8 @@ struct AttentionKernels {
 template <typename T>
 const AttentionKernels<T>& attention_kernels();
 
-// "avx512", "avx2" or "baseline": which of the compiled versions runs here.
+// "avx512", "avx2" or "baseline": which of the compiled versions runs here. The environment
+// variable ATEN_CPU_CAPABILITY (default, avx2), read once, asks for a lower one.
 const char* instruction_set();
 
 }  // namespace h2o::cpu

@@ -53,12 +53,14 @@ struct Candidate {
   int32_t index;  // the caller's: a slot, a column
 };
 
-// Moves to the front the `count` candidates that leave first, in the order in which they leave, and
-// returns how many there are: fewer than `count` where the others are protected.
+// Moves to the front the `count` candidates that leave, in the order in which they leave. Sinks and
+// recent tokens fit into the budget, so enough others are there unless positions repeat or do not
+// increase; then the last candidates follow, the highest index first. Indices are distinct and
+// count <= candidates.size().
 template <typename Score>
-int64_t choose_victims(std::vector<Candidate<Score>>& candidates, int64_t count, int64_t newest,
-                       const Budget& budget) {
-  if (count <= 0) return 0;
+void choose_victims(std::vector<Candidate<Score>>& candidates, int64_t count, int64_t newest,
+                    const Budget& budget) {
+  if (count <= 0) return;
   const auto first_protected =
       std::partition(candidates.begin(), candidates.end(), [&](const Candidate<Score>& candidate) {
         return !is_protected(candidate.position, newest, budget);
@@ -66,11 +68,14 @@ int64_t choose_victims(std::vector<Candidate<Score>>& candidates, int64_t count,
   const auto before = [](const Candidate<Score>& a, const Candidate<Score>& b) {
     return leaves_before(a.score, a.position, b.score, b.position);
   };
-  count = std::min<int64_t>(count, first_protected - candidates.begin());
-  const auto end = candidates.begin() + count;
+  const auto end = candidates.begin() + std::min(count, first_protected - candidates.begin());
   if (end != first_protected) std::nth_element(candidates.begin(), end, first_protected, before);
   std::sort(candidates.begin(), end, before);
-  return count;
+  if (candidates.begin() + count > end) {
+    std::sort(end, candidates.end(), [](const Candidate<Score>& a, const Candidate<Score>& b) {
+      return a.index > b.index;
+    });
+  }
 }
 
 }  // namespace h2o::cpu

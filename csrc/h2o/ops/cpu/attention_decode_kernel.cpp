@@ -265,22 +265,16 @@ class Decoder {
     }
     const int64_t newest = chunk.tile.new_positions[chunk.num_tokens - 1];
     const int64_t excess = std::min(chunk.num_keys() - budget.total(), chunk.num_tokens);
-    int64_t leaving = choose_victims(candidates, excess, newest, budget);
+    choose_victims(candidates, excess, newest, budget);
     std::vector<bool> leaves(static_cast<size_t>(chunk.num_keys()), false);
     int32_t* const left = at<int32_t>(evicted_, chunk.row, chunk.head, chunk.tile.columns[0]);
     std::vector<int32_t> free_slots;
-    for (int64_t i = 0; i < leaving; ++i) {
+    for (int64_t i = 0; i < excess; ++i) {
       const Candidate<A>& victim = candidates[static_cast<size_t>(i)];
       leaves[static_cast<size_t>(victim.index)] = true;
       left[i * evicted_.stride(2)] = victim.position;
       if (victim.index < num_cached)
         free_slots.push_back(chunk.slots[static_cast<size_t>(victim.index)]);
-    }
-    // Too few may leave only where the cache held positions that are not older than the new ones.
-    for (int64_t k = chunk.num_keys() - 1; leaving < excess && k >= num_cached; --k) {
-      if (leaves[static_cast<size_t>(k)]) continue;
-      leaves[static_cast<size_t>(k)] = true;
-      left[leaving++ * evicted_.stride(2)] = chunk.tile.new_positions[k - num_cached];
     }
     std::sort(free_slots.begin(), free_slots.end());
     size_t next_free = 0;

@@ -56,10 +56,10 @@ void evict_head(const KVCache& cache, const at::Tensor& k_new, const at::Tensor&
     newest = std::max<int64_t>(newest, candidate.position);
 
   const int64_t excess = static_cast<int64_t>(candidates.size()) - budget.total();
-  const int64_t leaving = choose_victims(candidates, excess, newest, budget);
+  choose_victims(candidates, excess, newest, budget);
   std::vector<bool> leaves(static_cast<size_t>(num_tokens), false);
   std::vector<int32_t> freed;
-  for (int64_t i = 0; i < leaving; ++i) {
+  for (int64_t i = 0; i < excess; ++i) {
     const Candidate<A>& victim = candidates[static_cast<size_t>(i)];
     left[i] = victim.position;
     if (victim.index < capacity) {
@@ -67,18 +67,6 @@ void evict_head(const KVCache& cache, const at::Tensor& k_new, const at::Tensor&
     } else {
       leaves[static_cast<size_t>(victim.index - capacity)] = true;
     }
-  }
-  // Where positions repeat, more may be protected than the budget has room for: then the newest
-  // tokens leave.
-  int64_t staying = 0;
-  for (const bool gone : leaves) staying += gone ? 0 : 1;
-  int64_t extra = leaving;
-  for (int64_t i = num_tokens - 1; staying > static_cast<int64_t>(freed.size() + empty.size());
-       --i) {
-    if (leaves[static_cast<size_t>(i)]) continue;
-    leaves[static_cast<size_t>(i)] = true;
-    left[extra++] = tokens.positions[static_cast<size_t>(i)];
-    --staying;
   }
   std::sort(freed.begin(), freed.end());
   for (const int32_t slot : freed) {

@@ -72,8 +72,8 @@ void select_tokens(const SelectCall& call, const at::Tensor& query, const at::Te
       candidates.push_back({sums[i], chunk.tile.new_positions[i], static_cast<int32_t>(i)});
     }
     const Budget& budget = budgets[static_cast<size_t>(chunk.row)];
-    const int64_t leaving = choose_victims(candidates, chunk.num_tokens - budget.total(),
-                                           chunk.tile.new_positions[chunk.num_tokens - 1], budget);
+    const int64_t leaving = std::max<int64_t>(0, chunk.num_tokens - budget.total());
+    choose_victims(candidates, leaving, chunk.tile.new_positions[chunk.num_tokens - 1], budget);
     std::vector<int32_t> kept;
     for (auto it = candidates.begin() + leaving; it != candidates.end(); ++it)
       kept.push_back(it->index);

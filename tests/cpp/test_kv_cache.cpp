@@ -229,9 +229,6 @@ TEST_CASE("dtypes that do not fit are refused by name", "[kv_cache][cpu]") {
 TEST_CASE("a cache that cannot be allocated says why", "[kv_cache][cpu]") {
   CHECK(refusal([] { KVCache::allocate(2, 3, 6, 8, at::kInt); }) ==
         "Error: KVCache::allocate: k_cache must be float32, float16, bfloat16 or float64, got Int");
-  const std::string message = refusal([] { KVCache::allocate(2, 3, -6, 8, at::kFloat); });
-  CAPTURE(message);
-  CHECK(message.find("negative dimension -6") != std::string::npos);  // torch's own
 }
 
 TEST_CASE("tensors of another device are refused by name", "[kv_cache][cpu]") {

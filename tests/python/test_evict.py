@@ -198,11 +198,11 @@ def test_where_positions_repeat_the_budget_still_holds(
     cached: int, num_new: int, counts: Counts, device: torch.device
 ) -> None:
     # Equal positions, which no model makes, can all be protected: then the last candidates leave.
+    # New tokens must increase, but nothing looks whether they are newer than the cached ones.
     state = State.empty(1, 1, 5, 2)
     state.positions[..., 5 - cached :] = 0
     state.scores[..., 5 - cached :] = 1
     tokens = planted_tokens(num=num_new, head_dim=2)
-    tokens = tokens._replace(position=torch.zeros_like(tokens.position))
     scores_new = torch.ones(1, 1, num_new, dtype=torch.float64)
     evicted = assert_same(state, tokens, scores_new, counts, device)
     staying = min(sum(counts), cached + num_new)

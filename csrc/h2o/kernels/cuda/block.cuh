@@ -37,6 +37,12 @@ __device__ __forceinline__ T* after(Layout& layout) {
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
+// a * b + c, rounded once: what two places must compute to the same bit.
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) {
+  return fma(a, b, c);
+}
+
 // What is subtracted before exp(): the maximum, but 0 where no logit is above -inf, lest -inf -
 // -inf make a NaN of what a later, higher logit makes a 0.
 template <typename A>

@@ -3,312 +3,599 @@
 #include "h2o/kernels/cuda/block.cuh"
 #include "h2o/kernels/gqa_reduce.h"
 
-// One token at a time: attend, score, evict and store in one launch.
+// One token at a time: attend, score, evict and store in one launch. K and V of the cache are read
+// once, for all query heads of a group together.
 namespace h2o::cuda {
 
-inline constexpr int kHeadTile = 4;  // query heads whose sums a thread keeps in registers at once
-inline constexpr int kDimTile = 4;   // elements of each, kWarpSize apart
+inline constexpr int kUnrolledSlots = 4;  // vectors that a thread has under way at once
+inline constexpr int kJoinedHeads = 4;    // heads whose sums go through shared memory at once
 
-template <typename A>
-struct DecodeStepShared {
-  // Each warp's part of a tile of the output.
-  A partial[kMaxWarps][kHeadTile][kDimTile * kWarpSize];
-  BlockScratch scratch;
+// `count` elements that are loaded by one instruction.
+template <typename T, int count>
+struct alignas(sizeof(T) * count) Vector {
+  T elements[count];
 };
-
-// What one token of one (row, KV head) may look at: itself, candidate 0, and slot i, candidate 1 +
-// i. With the token in a fixed place, how the candidates are divided among threads does not depend
-// on the capacity.
 template <typename T>
-struct StepCandidates {
-  using A = Accumulator<T>;
-  const T *k_new, *v_new;
-  T *k, *v;
-  int64_t k_stride, v_stride;
-  A* scores;
-  int64_t scores_stride;
-  int32_t* positions;
-  int64_t positions_stride;
-  int32_t new_position;
-  int32_t count;  // 1 + capacity
+inline constexpr int kVectorSize = 16 / sizeof(T);
 
-  __device__ const T* key(int32_t i) const { return i == 0 ? k_new : k + (i - 1) * k_stride; }
-  __device__ const T* value(int32_t i) const { return i == 0 ? v_new : v + (i - 1) * v_stride; }
-  __device__ int32_t position(int32_t i) const {
-    return i == 0 ? new_position : positions[(i - 1) * positions_stride];
-  }
+// How a block divides its work, and where in shared memory it keeps what (in elements).
+struct DecodePlan {
+  int32_t lanes;             // of a warp, that share one vector of head_dim; a power of two
+  int32_t width;             // elements that they read at once
+  int32_t rounds;            // how often, for all of head_dim
+  int32_t ranges;            // of kSlotRange slots, in the capacity
+  int32_t ranges_per_split;  // for each block
+  int32_t slots;             // that a block keeps weights of, a multiple of kWarpSize
+  int32_t weights, maximum, sum, factor, share, new_factor, total, output, join;
+  int64_t elements;  // in all
 };
 
-// Calls visit(candidate, its position) for every occupied candidate of this warp: 32 in a row of
-// every blockDim.x. All lanes of the warp visit together.
-template <typename T, typename Visit>
-__device__ __forceinline__ void for_each_of_warp(const StepCandidates<T>& candidates, Visit visit) {
-  const int32_t lane = threadIdx.x % kWarpSize;
-  for (int32_t first = threadIdx.x - lane; first < candidates.count; first += blockDim.x) {
-    const int32_t position =
-        first + lane < candidates.count ? candidates.position(first + lane) : -1;
-    for (unsigned left = __ballot_sync(kAllLanes, position >= 0); left != 0; left &= left - 1) {
-      const int32_t i = __ffs(static_cast<int>(left)) - 1;
-      visit(first + i, __shfl_sync(kAllLanes, position, i));
-    }
-  }
+H2O_HOST_DEVICE constexpr int32_t rounded_up(int32_t count, int32_t multiple) {
+  return (count + multiple - 1) / multiple * multiple;
 }
 
-// The token whose turn it is.
-struct StepToken {
-  int64_t row, q_head;  // the group's first
-  int32_t column, position;
+H2O_HOST_DEVICE constexpr int32_t joined_heads(int32_t head_tile) {
+  return head_tile < kJoinedHeads ? head_tile : kJoinedHeads;
+}
+
+inline DecodePlan plan_decode_step(const Sizes& sizes, int32_t capacity, int32_t splits,
+                                   int32_t vector_size, int32_t head_tile) {
+  DecodePlan plan = {};
+  plan.lanes = 1;
+  while (plan.lanes < kWarpSize && plan.lanes * vector_size < sizes.head_dim) plan.lanes *= 2;
+  plan.width = plan.lanes * vector_size;
+  plan.rounds = (sizes.head_dim + plan.width - 1) / plan.width;
+  plan.ranges = static_cast<int32_t>(slot_ranges(capacity));
+  plan.ranges_per_split = (plan.ranges + splits - 1) / splits;
+  plan.slots = plan.ranges_per_split * kSlotRange;
+  if (plan.slots > capacity) plan.slots = rounded_up(capacity, kWarpSize);
+  const int32_t group_size = sizes.group_size;
+  int64_t next = 0;
+  const auto take = [&next](int64_t elements) {
+    const int64_t first = next;
+    next += (elements + 3) / 4 * 4;  // what lanes read and write side by side is aligned
+    return static_cast<int32_t>(first);
+  };
+  take(int64_t{rounded_up(group_size, head_tile)} * plan.rounds * plan.width);  // the queries
+  plan.weights = take(int64_t{group_size} * plan.slots);
+  plan.maximum = take(int64_t{plan.ranges_per_split} * group_size);
+  plan.sum = take(int64_t{plan.ranges_per_split} * group_size);
+  plan.factor = take(int64_t{plan.ranges} * group_size);
+  plan.share = take(int64_t{plan.ranges} * group_size);
+  plan.new_factor = take(group_size);
+  plan.total = take(group_size);
+  plan.output = take(int64_t{group_size} * sizes.head_dim);
+  plan.join = take(int64_t{kMaxWarps} * joined_heads(head_tile) * plan.width);
+  plan.elements = next;
+  return plan;
+}
+
+struct DecodeShared {
+  BlockScratch scratch;
+  int32_t arrived_last;
+  int32_t padding[3];
 };
-
-// weights[g][candidate] = logit of the group's head g, for every occupied candidate.
-template <typename T, typename A = Accumulator<T>>
-__device__ __forceinline__ void write_logits(const DecodeStep<T>& step, const StepToken& token,
-                                             const StepCandidates<T>& candidates, A* weights) {
-  const int32_t group_size = step.sizes.group_size, lane = threadIdx.x % kWarpSize;
-  for_each_of_warp(candidates, [&](int32_t i, int32_t position) {
-    const T* const key = candidates.key(i);
-    for (int32_t first = 0; first < group_size; first += kHeadTile) {
-      A dot[kHeadTile] = {};
-      for (int32_t d = lane; d < step.sizes.head_dim; d += kWarpSize) {
-        const A element = static_cast<A>(key[d]);
-#pragma unroll
-        for (int32_t g = 0; g < kHeadTile; ++g) {
-          if (first + g >= group_size) continue;
-          const T* const query = step.query.at(token.row, token.q_head + first + g, token.column);
-          dot[g] += static_cast<A>(query[d]) * element;
-        }
-      }
-#pragma unroll
-      for (int32_t g = 0; g < kHeadTile; ++g) {
-        if (first + g >= group_size) continue;
-        const A total = warp_reduce(dot[g], Sum());
-        if (lane != 0) continue;
-        weights[int64_t{first + g} * candidates.count + i] =
-            step.terms.logit(total, token.q_head + first + g, position, token.position);
-      }
-    }
-  });
-}
-
-// Logits become softmax weights, in place. Each thread leaves those of its own candidates, every
-// blockDim.x-th.
-template <typename T, typename A = Accumulator<T>>
-__device__ __forceinline__ void normalise(const StepCandidates<T>& candidates, int32_t group_size,
-                                          A* weights, BlockScratch& scratch) {
-  const int32_t count = candidates.count;
-  for (int32_t g = 0; g < group_size; ++g) {
-    A* const of_head = weights + int64_t{g} * count;
-    A maximum = -std::numeric_limits<A>::infinity();
-    for (int32_t i = threadIdx.x; i < count; i += blockDim.x) {
-      if (candidates.position(i) >= 0) maximum = Largest()(maximum, of_head[i]);
-    }
-    maximum = finite_or_zero(block_reduce(maximum, Largest(), scratch));
-    A sum = 0;
-    for (int32_t i = threadIdx.x; i < count; i += blockDim.x) {
-      if (candidates.position(i) < 0) continue;
-      const A weight = exponential(of_head[i] - maximum);
-      of_head[i] = weight;
-      sum += weight;
-    }
-    sum = block_reduce(sum, Sum(), scratch);
-    for (int32_t i = threadIdx.x; i < count; i += blockDim.x) {
-      if (candidates.position(i) >= 0) of_head[i] /= sum;
-    }
-  }
-}
 
 // What the decision needs to know.
 template <typename A>
 struct StepScan {
-  Candidate<A> victim = {A{0}, -1, -1};  // index -1: everyone is protected
+  Candidate<A> victim = {A{0}, -1, -1};  // index: the slot, or capacity for the new token; -1:
+                                         // everyone is protected
   int32_t occupied = 0;                  // candidates, the new token among them
   int32_t lowest_empty = INT32_MAX;      // slot
-  A new_score = 0;                       // the new token's own; only in thread 0
 };
 
-// Adds the weights to the scores. Reads only weights that this thread left.
-template <typename Reduce, typename T, typename A = Accumulator<T>>
-__device__ __forceinline__ StepScan<A> add_scores(const StepCandidates<T>& candidates,
-                                                  int32_t group_size, const Budget& budget,
-                                                  const A* weights, BlockScratch& scratch) {
-  StepScan<A> scan;
-  for (int32_t i = threadIdx.x; i < candidates.count; i += blockDim.x) {
-    const int32_t position = candidates.position(i);
-    if (position < 0) {
-      scan.lowest_empty = Smallest()(scan.lowest_empty, i - 1);
-      continue;
-    }
-    ++scan.occupied;
-    A score = weights[i];
-    for (int32_t g = 1; g < group_size; ++g) {
-      score = Reduce::combine(score, weights[int64_t{g} * candidates.count + i]);
-    }
-    if (i == 0) {
-      scan.new_score = score;
-    } else {
-      A& stored = candidates.scores[(i - 1) * candidates.scores_stride];
-      stored += score;
-      score = stored;
-    }
-    if (!is_protected(position, candidates.new_position, budget)) {
-      scan.victim = First()(scan.victim, Candidate<A>{score, position, i});
+// A block at work on one token of one (row, KV head). Warp w has the slots 32 w .. 32 w + 31 of
+// each range; its lanes form groups of plan.lanes, one slot a group. The new token stays out of the
+// cache to the end: it is the candidate after the last slot.
+//
+// Weights are normalised late: a slot's is exp(logit - maximum of its range), and a range's factor
+// exp(maximum of the range - maximum of all).
+template <typename T, int kVector, int kHeads>
+struct DecodeBlock {
+  using A = Accumulator<T>;
+
+  const DecodeStep<T>& step;
+  const DecodePlan& plan;
+  DecodeShared& shared;
+  A* const memory;  // shared, as the plan divides it
+  int32_t row, head;
+  int32_t first_range, end_range;  // of this block
+  int32_t lane, group_of_lanes, lane_of_group;
+  int32_t new_position;
+
+  __device__ DecodeBlock(const DecodeStep<T>& step, const DecodePlan& plan)
+      : step(step),
+        plan(plan),
+        shared(dynamic_shared<DecodeShared>()),
+        memory(after<A>(shared)),
+        lane(threadIdx.x % kWarpSize),
+        group_of_lanes(lane / plan.lanes),
+        lane_of_group(lane % plan.lanes) {
+    const int32_t row_head = static_cast<int32_t>(blockIdx.x) / step.splits;
+    row = row_head / static_cast<int32_t>(step.sizes.num_kv_heads);
+    head = row_head % static_cast<int32_t>(step.sizes.num_kv_heads);
+    first_range = static_cast<int32_t>(blockIdx.x % step.splits) * plan.ranges_per_split;
+    end_range = Smallest()(first_range + plan.ranges_per_split, plan.ranges);
+    new_position = step.position_new.at(row, step.column);
+  }
+
+  __device__ int32_t group_size() const { return step.sizes.group_size; }
+  __device__ int32_t head_dim() const { return step.sizes.head_dim; }
+  __device__ int32_t capacity() const { return step.cache.capacity; }
+  __device__ int64_t row_head() const { return row * step.sizes.num_kv_heads + head; }
+  __device__ int32_t& evicted() const {
+    return step.evicted[row_head() * step.sizes.num_new + step.column];
+  }
+  __device__ int64_t q_head(int32_t g) const { return head * group_size() + g; }
+  __device__ int32_t position(int32_t slot) const {
+    return slot < capacity() ? *step.cache.positions.at(row, head, slot) : -1;
+  }
+  // The block's weights of a query head; index 0 is the first slot of its first range.
+  __device__ A* weights(int32_t g) const { return memory + plan.weights + g * plan.slots; }
+
+  __device__ void load_queries() const {
+    const int32_t padded_dim = plan.rounds * plan.width;
+    const int32_t elements = rounded_up(group_size(), kHeads) * padded_dim;
+    for (int32_t i = threadIdx.x; i < elements; i += blockDim.x) {
+      const int32_t g = i / padded_dim, d = i % padded_dim;
+      const bool present = g < group_size() && d < head_dim();
+      memory[i] = present ? static_cast<A>(step.query.at(row, q_head(g), step.column)[d]) : A{0};
     }
   }
-  scan.victim = block_reduce(scan.victim, First(), scratch);
-  scan.occupied = block_reduce(scan.occupied, Sum(), scratch);
-  scan.lowest_empty = block_reduce(scan.lowest_empty, Smallest(), scratch);
-  return scan;
-}
 
-// Over all candidates, also the one that leaves. A barrier must lie between the weights and this.
-template <typename T, typename A = Accumulator<T>>
-__device__ __forceinline__ void write_output(const DecodeStep<T>& step, const StepToken& token,
-                                             const StepCandidates<T>& candidates, const A* weights,
-                                             DecodeStepShared<A>& shared) {
-  constexpr int32_t kTileDims = kDimTile * kWarpSize;
-  const int32_t group_size = step.sizes.group_size, head_dim = step.sizes.head_dim;
-  const int32_t lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  for (int32_t first = 0; first < group_size; first += kHeadTile) {
-    for (int32_t first_dim = 0; first_dim < head_dim; first_dim += kTileDims) {
-      A sum[kHeadTile][kDimTile] = {};
-      for_each_of_warp(candidates, [&](int32_t i, int32_t) {
-        const T* const value = candidates.value(i) + first_dim;
-        A elements[kDimTile];
+  // The thread's part of the vectors of `count` slots, from turn `first`; 0 where a slot is empty,
+  // whose contents may be anything.
+  template <int count>
+  __device__ void load_slots(const View<T>& cache, int32_t warp_slot, unsigned occupied,
+                             int32_t first, int32_t round,
+                             Vector<T, kVector> (&loaded)[count]) const {
+    const int32_t d = round * plan.width + lane_of_group * kVector;
 #pragma unroll
-        for (int32_t j = 0; j < kDimTile; ++j) {
-          const int32_t d = lane + j * kWarpSize;
-          elements[j] = first_dim + d < head_dim ? static_cast<A>(value[d]) : A{0};
+    for (int32_t u = 0; u < count; ++u) {
+      const int32_t i = slot_of_warp(first + u);
+      loaded[u] = {};
+      if (i < kWarpSize && (occupied >> i & 1u) != 0 && d < head_dim()) {
+        loaded[u] =
+            *reinterpret_cast<const Vector<T, kVector>*>(cache.at(row, head, warp_slot + i) + d);
+      }
+    }
+  }
+  // The slot, among the warp's 32, that a group of lanes looks at in its `turn`.
+  __device__ int32_t slot_of_warp(int32_t turn) const {
+    return turn * (kWarpSize / plan.lanes) + group_of_lanes;
+  }
+
+  // Writes the logits of the warp's slots in a range; -inf for an empty slot.
+  __device__ void write_logits(int32_t range) const {
+    constexpr int kTile = joined_heads(kHeads);
+    const int32_t warp_slot = range * kSlotRange + static_cast<int32_t>(threadIdx.x) - lane;
+    const int32_t index = warp_slot - first_range * kSlotRange;
+    if (index >= plan.slots) return;
+    const int32_t own_position = position(warp_slot + lane);
+    const unsigned occupied = __ballot_sync(kAllLanes, own_position >= 0);
+    if (own_position < 0) {
+      for (int32_t g = 0; g < group_size(); ++g) {
+        weights(g)[index + lane] = -std::numeric_limits<A>::infinity();
+      }
+    }
+    if (occupied == 0) return;
+    const int32_t padded_dim = plan.rounds * plan.width;
+    for (int32_t turn = 0; turn < plan.lanes; turn += kUnrolledSlots) {
+      Vector<T, kVector> keys[kUnrolledSlots];
+      if (plan.rounds == 1) load_slots(step.cache.k, warp_slot, occupied, turn, 0, keys);
+      for (int32_t first = 0; first < group_size(); first += kTile) {
+        A dot[kUnrolledSlots][kTile] = {};
+        for (int32_t round = 0; round < plan.rounds; ++round) {
+          if (plan.rounds > 1) load_slots(step.cache.k, warp_slot, occupied, turn, round, keys);
+          const A* const queries =
+              memory + first * padded_dim + round * plan.width + lane_of_group * kVector;
+#pragma unroll
+          for (int32_t h = 0; h < kTile; ++h) {
+#pragma unroll
+            for (int32_t x = 0; x < kVector; ++x) {
+              const A element = queries[h * padded_dim + x];
+#pragma unroll
+              for (int32_t u = 0; u < kUnrolledSlots; ++u) {
+                dot[u][h] += element * static_cast<A>(keys[u].elements[x]);
+              }
+            }
+          }
+        }
+        for (int32_t distance = plan.lanes / 2; distance > 0; distance /= 2) {
+#pragma unroll
+          for (int32_t u = 0; u < kUnrolledSlots; ++u) {
+#pragma unroll
+            for (int32_t h = 0; h < kTile; ++h) dot[u][h] += shuffle_xor(dot[u][h], distance);
+          }
         }
 #pragma unroll
-        for (int32_t g = 0; g < kHeadTile; ++g) {
-          if (first + g >= group_size) continue;
-          const A weight = weights[int64_t{first + g} * candidates.count + i];
+        for (int32_t u = 0; u < kUnrolledSlots; ++u) {
+          const int32_t i = slot_of_warp(turn + u);
+          const int32_t slot_position = __shfl_sync(kAllLanes, own_position, i % kWarpSize);
+          if (lane_of_group != 0 || i >= kWarpSize || slot_position < 0) continue;
 #pragma unroll
-          for (int32_t j = 0; j < kDimTile; ++j) sum[g][j] += weight * elements[j];
+          for (int32_t h = 0; h < kTile; ++h) {
+            const int32_t g = first + h;
+            if (g >= group_size()) continue;
+            weights(g)[index + i] =
+                step.terms.logit(dot[u][h], q_head(g), slot_position, new_position);
+          }
         }
+      }
+    }
+  }
+
+  // Logits become weights; maximum and sum of each range and query head are written. A warp takes
+  // one of them at a time.
+  __device__ void exponentiate() const {
+    const int32_t pairs = (end_range - first_range) * group_size();
+    for (int32_t pair = threadIdx.x / kWarpSize; pair < pairs; pair += blockDim.x / kWarpSize) {
+      const int32_t first = pair / group_size() * kSlotRange;
+      const int32_t end = Smallest()(kSlotRange, plan.slots - first);
+      A* const of_range = weights(pair % group_size()) + first;
+      A maximum = -std::numeric_limits<A>::infinity();
+      for (int32_t i = lane; i < end; i += kWarpSize) maximum = Largest()(maximum, of_range[i]);
+      maximum = warp_reduce(maximum, Largest());
+      const A subtracted = finite_or_zero(maximum);
+      A sum = 0;
+      for (int32_t i = lane; i < end; i += kWarpSize) {
+        of_range[i] = exponential(of_range[i] - subtracted);
+        sum += of_range[i];
+      }
+      sum = warp_reduce(sum, Sum());
+      if (lane != 0) continue;
+      memory[plan.maximum + pair] = maximum;
+      memory[plan.sum + pair] = sum;
+    }
+  }
+
+  // From maximum and sum of all ranges and the new token's logit: factor, share (factor / total),
+  // new_factor and total of each query head. One warp a head.
+  __device__ void share_out(const A* maximum, const A* sum) const {
+    const int32_t padded_dim = plan.rounds * plan.width;
+    const T* const key = step.k_new.at(row, head, step.column);
+    for (int32_t g = threadIdx.x / kWarpSize; g < group_size(); g += blockDim.x / kWarpSize) {
+      A dot = 0;
+      for (int32_t d = lane; d < head_dim(); d += kWarpSize) {
+        dot += memory[g * padded_dim + d] * static_cast<A>(key[d]);
+      }
+      const A logit =
+          step.terms.logit(warp_reduce(dot, Sum()), q_head(g), new_position, new_position);
+      A largest = logit;
+      for (int32_t range = lane; range < plan.ranges; range += kWarpSize) {
+        largest = Largest()(largest, maximum[range * group_size() + g]);
+      }
+      largest = finite_or_zero(warp_reduce(largest, Largest()));
+      A total = 0;
+      for (int32_t range = lane; range < plan.ranges; range += kWarpSize) {
+        const int32_t i = range * group_size() + g;
+        const A factor = exponential(maximum[i] - largest);
+        memory[plan.factor + i] = factor;
+        total = multiply_add(sum[i], factor, total);
+      }
+      const A new_factor = exponential(logit - largest);
+      total = warp_reduce(total, Sum()) + new_factor;
+      for (int32_t range = lane; range < plan.ranges; range += kWarpSize) {
+        const int32_t i = range * group_size() + g;
+        memory[plan.share + i] = memory[plan.factor + i] / total;
+      }
+      if (lane != 0) continue;
+      memory[plan.new_factor + g] = new_factor;
+      memory[plan.total + g] = total;
+    }
+  }
+
+  // Sums weight times value over the slots of a range and calls emit(query head of the group,
+  // element, sum), always by the same thread for the same element.
+  template <typename Emit>
+  __device__ void weigh_values(int32_t range, Emit emit) const {
+    constexpr int kJoined = joined_heads(kHeads);
+    const int32_t warp_slot = range * kSlotRange + static_cast<int32_t>(threadIdx.x) - lane;
+    const int32_t index = warp_slot - first_range * kSlotRange;
+    const unsigned occupied = __ballot_sync(kAllLanes, position(warp_slot + lane) >= 0);
+    A* const join = memory + plan.join;
+#pragma unroll 1
+    for (int32_t round = 0; round < plan.rounds; ++round) {
+#pragma unroll 1
+      for (int32_t first = 0; first < group_size(); first += kHeads) {
+        A sum[kHeads][kVector] = {};
+#pragma unroll 1
+        for (int32_t turn = 0; occupied != 0 && turn < plan.lanes; turn += kUnrolledSlots) {
+          Vector<T, kVector> values[kUnrolledSlots];
+          load_slots(step.cache.v, warp_slot, occupied, turn, round, values);
+#pragma unroll
+          for (int32_t u = 0; u < kUnrolledSlots; ++u) {
+            // Where no value was loaded there are zeros, whatever the weight; a tile's heads past
+            // the last are summed in vain.
+            const int32_t i = index + slot_of_warp(turn + u) % kWarpSize;
+#pragma unroll
+            for (int32_t h = 0; h < kHeads; ++h) {
+              const A weight = weights(Smallest()(first + h, group_size() - 1))[i];
+#pragma unroll
+              for (int32_t x = 0; x < kVector; ++x) {
+                sum[h][x] += weight * static_cast<A>(values[u].elements[x]);
+              }
+            }
+          }
+        }
+        for (int32_t distance = plan.lanes; distance < kWarpSize; distance *= 2) {
+#pragma unroll
+          for (int32_t h = 0; h < kHeads; ++h) {
+#pragma unroll
+            for (int32_t x = 0; x < kVector; ++x) sum[h][x] += shuffle_xor(sum[h][x], distance);
+          }
+        }
+#pragma unroll
+        for (int32_t slice = 0; slice < kHeads; slice += kJoined) {
+          if (group_of_lanes == 0) {
+            A* const of_warp =
+                join + threadIdx.x / kWarpSize * (kJoined * plan.width) + lane_of_group * kVector;
+#pragma unroll
+            for (int32_t h = 0; h < kJoined; ++h) {
+#pragma unroll
+              for (int32_t x = 0; x < kVector; ++x) {
+                of_warp[h * plan.width + x] = sum[slice + h][x];
+              }
+            }
+          }
+          __syncthreads();
+#pragma unroll 1
+          for (int32_t i = threadIdx.x; i < kJoined * plan.width; i += blockDim.x) {
+            const int32_t g = first + slice + i / plan.width;
+            const int32_t d = round * plan.width + i % plan.width;
+            if (g >= group_size() || d >= head_dim()) continue;
+            A of_block = join[i];
+#pragma unroll 1
+            for (unsigned warp = 1; warp < blockDim.x / kWarpSize; ++warp) {
+              of_block += join[warp * (kJoined * plan.width) + i];
+            }
+            emit(g, d, of_block);
+          }
+          __syncthreads();
+        }
+      }
+    }
+  }
+
+  __device__ A of_new_token(int32_t g, int32_t d) const {
+    return memory[plan.new_factor + g] * static_cast<A>(step.v_new.at(row, head, step.column)[d]);
+  }
+  // The output times total: of the new token, then of each range.
+  __device__ void add_values() const {
+    A* const sums = memory + plan.output;
+    for (int32_t i = threadIdx.x; i < group_size() * head_dim(); i += blockDim.x) {
+      sums[i] = of_new_token(i / head_dim(), i % head_dim());
+    }
+    __syncthreads();
+    for (int32_t range = 0; range < plan.ranges; ++range) {
+      const A* const factor = memory + plan.factor + range * group_size();
+      weigh_values(range, [&](int32_t g, int32_t d, A sum) {
+        A& to = sums[g * head_dim() + d];
+        to = multiply_add(factor[g], sum, to);
       });
-#pragma unroll
-      for (int32_t g = 0; g < kHeadTile; ++g) {
-#pragma unroll
-        for (int32_t j = 0; j < kDimTile; ++j) {
-          shared.partial[warp][g][lane + j * kWarpSize] = sum[g][j];
-        }
+    }
+    __syncthreads();
+  }
+  // The same, to the bit, from what all blocks left.
+  __device__ void add_parts(const A* parts) const {
+    for (int32_t i = threadIdx.x; i < group_size() * head_dim(); i += blockDim.x) {
+      const int32_t g = i / head_dim();
+      A sum = of_new_token(g, i % head_dim());
+      for (int32_t range = 0; range < plan.ranges; ++range) {
+        const A of_range = parts[int64_t{range} * group_size() * head_dim() + i];
+        sum = multiply_add(memory[plan.factor + range * group_size() + g], of_range, sum);
       }
-      __syncthreads();
-      for (int32_t element = threadIdx.x; element < kHeadTile * kTileDims; element += blockDim.x) {
-        const int32_t g = element / kTileDims, d = first_dim + element % kTileDims;
-        if (first + g >= group_size || d >= head_dim) continue;
-        A total = 0;
-        for (unsigned w = 0; w < blockDim.x / kWarpSize; ++w) {
-          total += shared.partial[w][g][d - first_dim];
-        }
-        T* const output = step.output.at(token.row, token.q_head + first + g, token.column);
-        output[d * step.output_dim_stride] = static_cast<T>(total);
-      }
-      __syncthreads();
+      memory[plan.output + i] = sum;
     }
   }
-}
 
-template <typename T>
-__device__ __forceinline__ void write_zeros(const DecodeStep<T>& step, const StepToken& token) {
-  const int32_t elements = step.sizes.group_size * step.sizes.head_dim;
-  for (int32_t element = threadIdx.x; element < elements; element += blockDim.x) {
-    const int32_t g = element / step.sizes.head_dim, d = element % step.sizes.head_dim;
-    T* const output = step.output.at(token.row, token.q_head + g, token.column);
-    output[d * step.output_dim_stride] = static_cast<T>(0.0f);
+  // Adds the weights of a query head at `slot` (head_weights[g * stride + slot]) to the scores, and
+  // finds who would leave.
+  __device__ StepScan<A> add_scores(const A* head_weights, int64_t stride, A new_score,
+                                    const Budget& budget) const {
+    StepScan<A> scan;
+    const bool is_sum = step.gqa_reduce == GqaReduce::kSum;
+#pragma unroll 1
+    for (int32_t slot = threadIdx.x; slot < capacity(); slot += blockDim.x) {
+      const int32_t slot_position = position(slot);
+      if (slot_position < 0) {
+        scan.lowest_empty = Smallest()(scan.lowest_empty, slot);
+        continue;
+      }
+      ++scan.occupied;
+      const A* const share = memory + plan.share + slot / kSlotRange * group_size();
+      A score = head_weights[slot] * share[0];
+      for (int32_t g = 1; g < group_size(); ++g) {
+        const A weight = head_weights[g * stride + slot] * share[g];
+        score = is_sum ? SumReduce::combine(score, weight) : MaxReduce::combine(score, weight);
+      }
+      A* const stored = step.cache.scores.at(row, head, slot);
+      score += *stored;
+      *stored = score;
+      if (!is_protected(slot_position, new_position, budget)) {
+        scan.victim = First()(scan.victim, Candidate<A>{score, slot_position, slot});
+      }
+    }
+    if (threadIdx.x == 0) {
+      ++scan.occupied;
+      if (!is_protected(new_position, new_position, budget)) {
+        scan.victim = First()(scan.victim, Candidate<A>{new_score, new_position, capacity()});
+      }
+    }
+    scan.victim = block_reduce(scan.victim, First(), shared.scratch);
+    scan.occupied = block_reduce(scan.occupied, Sum(), shared.scratch);
+    scan.lowest_empty = block_reduce(scan.lowest_empty, Smallest(), shared.scratch);
+    return scan;
   }
-}
 
-// The new token goes into `slot`, whole.
-template <typename T, typename A = Accumulator<T>>
-__device__ __forceinline__ void store(const StepCandidates<T>& candidates, int32_t head_dim,
-                                      int32_t slot, A new_score) {
-  if (threadIdx.x == 0) {
-    candidates.positions[slot * candidates.positions_stride] = candidates.new_position;
-    candidates.scores[slot * candidates.scores_stride] = new_score;
+  __device__ A new_score() const {
+    A score = memory[plan.new_factor] / memory[plan.total];
+    for (int32_t g = 1; g < group_size(); ++g) {
+      const A weight = memory[plan.new_factor + g] / memory[plan.total + g];
+      score = step.gqa_reduce == GqaReduce::kSum ? SumReduce::combine(score, weight)
+                                                 : MaxReduce::combine(score, weight);
+    }
+    return score;
   }
-  for (int32_t d = threadIdx.x; d < head_dim; d += blockDim.x) {
-    candidates.k[slot * candidates.k_stride + d] = candidates.k_new[d];
-    candidates.v[slot * candidates.v_stride + d] = candidates.v_new[d];
-  }
-}
 
-// One block per (row, KV head), which takes the new tokens in turn. A warp takes one candidate at a
-// time and its lanes divide head_dim; for softmax, scores and victim a thread takes every
-// blockDim.x-th candidate. Shared memory holds the weights of the group's heads for all candidates,
-// where they fit.
-template <typename T, typename Reduce>
+  // Calls write(element of output, its query head of the group, its index in head_dim).
+  template <typename Write>
+  __device__ void for_each_output(Write write) const {
+    for (int32_t i = threadIdx.x; i < group_size() * head_dim(); i += blockDim.x) {
+      const int32_t g = i / head_dim(), d = i % head_dim();
+      write(step.output.at(row, q_head(g), step.column)[d * step.output_dim_stride], g, d);
+    }
+  }
+
+  // One leaves where the budget is exceeded; where everyone is protected, which takes positions
+  // that do not increase, the new token does. The new one goes into the slot that is free.
+  __device__ void evict_and_store(const StepScan<A>& scan, const Budget& budget, A score) const {
+    // A row's own budget may not have been checked; more than the capacity can never stay.
+    const bool evicts = scan.occupied > Smallest()(budget.total(), int64_t{capacity()});
+    const int32_t leaving = scan.victim.index < 0 ? capacity() : scan.victim.index;
+    const int32_t slot = evicts ? leaving : scan.lowest_empty;
+    const bool stays = slot < capacity();
+    if (threadIdx.x == 0) {
+      evicted() = !evicts ? -1 : stays ? position(slot) : new_position;
+      if (stays) {
+        *step.cache.positions.at(row, head, slot) = new_position;
+        *step.cache.scores.at(row, head, slot) = score;
+      }
+    }
+    if (!stays) return;
+    for (int32_t d = threadIdx.x; d < head_dim(); d += blockDim.x) {
+      step.cache.k.at(row, head, slot)[d] = step.k_new.at(row, head, step.column)[d];
+      step.cache.v.at(row, head, slot)[d] = step.v_new.at(row, head, step.column)[d];
+    }
+  }
+
+  // What the block found out about its ranges, for the last block.
+  __device__ void leave_parts() const {
+    const int64_t stride = int64_t{plan.ranges} * kSlotRange;
+    const int32_t first_slot = first_range * kSlotRange;
+    const int32_t end_slot = Smallest()(end_range * kSlotRange, capacity());
+    for (int32_t g = 0; g < group_size(); ++g) {
+      A* const to = step.parts.weights + (row_head() * group_size() + g) * stride;
+      for (int32_t slot = first_slot + threadIdx.x; slot < end_slot; slot += blockDim.x) {
+        to[slot] = weights(g)[slot - first_slot];
+      }
+    }
+    const int64_t first = (row_head() * plan.ranges + first_range) * group_size();
+    for (int32_t i = threadIdx.x; i < (end_range - first_range) * group_size(); i += blockDim.x) {
+      step.parts.maximum[first + i] = memory[plan.maximum + i];
+      step.parts.sum[first + i] = memory[plan.sum + i];
+    }
+    A* const output = step.parts.output + first * head_dim();
+    for (int32_t range = first_range; range < end_range; ++range) {
+      weigh_values(range, [&](int32_t g, int32_t d, A sum) {
+        output[(int64_t{range - first_range} * group_size() + g) * head_dim() + d] = sum;
+      });
+    }
+  }
+
+  // Whether all other blocks of this (row, KV head) have left their parts, which this one then
+  // sees.
+  __device__ bool is_last() const {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      unsigned* const arrivals = step.parts.arrivals + row_head();
+      const bool last = atomicAdd(arrivals, 1u) + 1u == static_cast<unsigned>(step.splits);
+      if (last) atomicExch(arrivals, 0u);  // for the next launch
+      shared.arrived_last = last ? 1 : 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return shared.arrived_last != 0;
+  }
+
+  __device__ void run() {
+    if (new_position < 0) {  // padding
+      if (first_range > 0) return;
+      for_each_output([](T& output, int32_t, int32_t) { output = static_cast<T>(0.0f); });
+      if (threadIdx.x == 0) evicted() = -1;
+      return;
+    }
+    load_queries();
+    __syncthreads();
+    for (int32_t range = first_range; range < end_range; ++range) write_logits(range);
+    __syncthreads();
+    exponentiate();
+    __syncthreads();
+    const bool alone = step.splits == 1;
+    if (!alone) {
+      leave_parts();
+      if (!is_last()) return;
+    }
+    const int64_t first_part = row_head() * plan.ranges * group_size();
+    share_out(alone ? memory + plan.maximum : step.parts.maximum + first_part,
+              alone ? memory + plan.sum : step.parts.sum + first_part);
+    __syncthreads();
+    if (alone) {
+      add_values();
+    } else {
+      add_parts(step.parts.output + first_part * head_dim());
+    }
+    for_each_output([&](T& output, int32_t g, int32_t d) {
+      output = static_cast<T>(memory[plan.output + g * head_dim() + d] / memory[plan.total + g]);
+    });
+
+    const A score = new_score();
+    const Budget budget = step.budget.at(row);
+    const int64_t stride = alone ? plan.slots : int64_t{plan.ranges} * kSlotRange;
+    const A* const head_weights =
+        alone ? weights(0) : step.parts.weights + row_head() * group_size() * stride;
+    evict_and_store(add_scores(head_weights, stride, score, budget), budget, score);
+  }
+};
+
+// One block per (row, KV head), or several, which take consecutive ranges of slots.
+template <typename T, int kVector, int kHeads>
 __global__ void __launch_bounds__(kMaxThreads, 2)
-    decode_step(const __grid_constant__ DecodeStep<T> step) {
-  using A = Accumulator<T>;
-  auto& shared = dynamic_shared<DecodeStepShared<A>>();
-  const int64_t row = blockIdx.x / step.sizes.num_kv_heads;
-  const int64_t head = blockIdx.x % step.sizes.num_kv_heads;
-  const int32_t group_size = step.sizes.group_size;
-
-  StepCandidates<T> candidates = {};
-  candidates.k = step.cache.k.at(row, head);
-  candidates.v = step.cache.v.at(row, head);
-  candidates.k_stride = step.cache.k.token_stride;
-  candidates.v_stride = step.cache.v.token_stride;
-  candidates.scores = step.cache.scores.at(row, head);
-  candidates.scores_stride = step.cache.scores.token_stride;
-  candidates.positions = step.cache.positions.at(row, head);
-  candidates.positions_stride = step.cache.positions.token_stride;
-  candidates.count = step.cache.capacity + 1;
-  A* const weights = step.weights == nullptr
-                         ? after<A>(shared)
-                         : step.weights + blockIdx.x * (int64_t{group_size} * candidates.count);
-  int32_t* const evicted = step.evicted + int64_t{blockIdx.x} * step.sizes.num_new;
-  const Budget budget = step.budget.at(row);
-  // A row's own budget may not have been checked; more than the capacity can never stay.
-  const int64_t most = Smallest()(budget.total(), int64_t{step.cache.capacity});
-
-  for (int32_t column = 0; column < step.sizes.num_new; ++column) {
-    const StepToken token = {row, head * group_size, column, step.position_new.at(row, column)};
-    if (token.position < 0) {  // padding
-      write_zeros(step, token);
-      if (threadIdx.x == 0) evicted[column] = -1;
-      continue;
-    }
-    candidates.new_position = token.position;
-    candidates.k_new = step.k_new.at(row, head, column);
-    candidates.v_new = step.v_new.at(row, head, column);
-    write_logits(step, token, candidates, weights);
-    __syncthreads();
-    normalise(candidates, group_size, weights, shared.scratch);
-    const StepScan<A> scan =
-        add_scores<Reduce>(candidates, group_size, budget, weights, shared.scratch);
-    write_output(step, token, candidates, weights, shared);
-
-    // One leaves where the budget is exceeded; where everyone is protected, which takes positions
-    // that do not increase, the new token does.
-    const bool evicts = scan.occupied > most;
-    const int32_t leaving = scan.victim.index < 0 ? 0 : scan.victim.index;
-    const int32_t slot = evicts ? leaving - 1 : scan.lowest_empty;  // -1: it is not stored
-    if (threadIdx.x == 0) evicted[column] = evicts ? candidates.position(leaving) : -1;
-    if (slot >= 0) store(candidates, step.sizes.head_dim, slot, scan.new_score);
-    __syncthreads();
-  }
+    decode_step(const __grid_constant__ DecodeStep<T> step,
+                const __grid_constant__ DecodePlan plan) {
+  DecodeBlock<T, kVector, kHeads>(step, plan).run();
 }
 
 template <typename T>
-int64_t decode_step_shared_bytes(const Sizes& sizes, int32_t capacity) {
-  using A = Accumulator<T>;
-  return static_cast<int64_t>(sizeof(DecodeStepShared<A>)) +
-         decode_step_weights(sizes, capacity) * static_cast<int64_t>(sizeof(A));
+struct DecodeKernel {
+  void (*function)(DecodeStep<T>, DecodePlan);
+  DecodePlan plan;
+  int64_t shared_bytes;
+};
+
+template <int kVector, int kHeads, typename T>
+DecodeKernel<T> decode_kernel(const DecodeStep<T>& step) {
+  const DecodePlan plan =
+      plan_decode_step(step.sizes, step.cache.capacity, step.splits, kVector, kHeads);
+  return {decode_step<T, kVector, kHeads>, plan,
+          static_cast<int64_t>(sizeof(DecodeShared)) +
+              plan.elements * static_cast<int64_t>(sizeof(Accumulator<T>))};
+}
+
+template <typename T>
+DecodeKernel<T> choose_decode_kernel(const DecodeStep<T>& step) {
+  if (!step.aligned) return decode_kernel<1, 4>(step);
+  if constexpr (!std::is_same_v<T, double>) {
+    if (step.sizes.group_size == 1) return decode_kernel<kVectorSize<T>, 1>(step);
+    // Eight heads' sums of eight elements each would not leave enough registers.
+    if (step.sizes.group_size > 4) return decode_kernel<4, 8>(step);
+  }
+  return decode_kernel<kVectorSize<T>, 4>(step);
+}
+
+template <typename T>
+int64_t decode_step_shared_bytes(const DecodeStep<T>& step) {
+  return choose_decode_kernel(step).shared_bytes;
 }
 
 template <typename T>
 cudaError_t launch_decode_step(const DecodeStep<T>& step, cudaStream_t stream) {
-  const auto kernel =
-      step.gqa_reduce == GqaReduce::kSum ? decode_step<T, SumReduce> : decode_step<T, MaxReduce>;
-  const int64_t shared_bytes = step.weights == nullptr
-                                   ? decode_step_shared_bytes<T>(step.sizes, step.cache.capacity)
-                                   : static_cast<int64_t>(sizeof(DecodeStepShared<Accumulator<T>>));
-  return launch(kernel, step.sizes.batch * step.sizes.num_kv_heads,
-                threads_for(int64_t{step.cache.capacity} + 1), shared_bytes, stream, step);
+  const DecodeKernel<T> kernel = choose_decode_kernel(step);
+  const int64_t blocks = step.sizes.batch * step.sizes.num_kv_heads * step.splits;
+  return launch(kernel.function, blocks, threads_for(step.cache.capacity), kernel.shared_bytes,
+                stream, step, kernel.plan);
 }
 
 }  // namespace h2o::cuda

@@ -16,18 +16,40 @@ namespace h2o::cuda {
 // group: above this indices would not fit into int32.
 inline constexpr int64_t kMaxCandidates = int64_t{1} << 29;
 
-// The dynamic shared memory that a block may ask for on the current device.
-inline cudaError_t shared_memory_limit(int64_t* bytes) {
-  int device = 0, limit = 0;
+// The dynamic shared memory that a block may ask for on the current device, and how many blocks it
+// takes to keep every multiprocessor busy.
+struct DeviceLimits {
+  int shared_bytes = 0, multiprocessors = 0;
+};
+inline cudaError_t device_limits(DeviceLimits* limits) {
+  int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    error = cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                   device);
   }
-  *bytes = limit;
+  if (error == cudaSuccess) {
+    error =
+        cudaDeviceGetAttribute(&limits->multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
   return error;
 }
 
-// --- One token at a time: attend, score, evict and store in one launch.
+// --- One token of each row: attend, score, evict and store in one launch.
+
+// Slots whose weights share one maximum and whose output is summed apart; what belongs together
+// does not depend on how many blocks share the work, and so neither does any bit of the result.
+inline constexpr int32_t kSlotRange = 256;
+
+// Where several blocks share one (row, KV head): what each leaves for the last one to arrive.
+template <typename A>
+struct DecodeParts {
+  A* weights = nullptr;          // [batch, num_kv_heads, group_size, ranges * kSlotRange]
+  A* maximum = nullptr;          // [batch, num_kv_heads, ranges, group_size]
+  A* sum = nullptr;              // likewise
+  A* output = nullptr;           // [batch, num_kv_heads, ranges, group_size, head_dim]
+  unsigned* arrivals = nullptr;  // [batch, num_kv_heads]; 0 before and after
+};
 
 template <typename T>
 struct DecodeStep {
@@ -40,22 +62,20 @@ struct DecodeStep {
   BudgetView budget;
   GqaReduce gqa_reduce = GqaReduce::kSum;
   LogitTerms<A> terms;
-  // The group's weights, [batch, num_kv_heads, group_size, 1 + capacity], where shared memory is
-  // too small for them; null: they are in shared memory.
-  A* weights = nullptr;
+  int32_t column = 0;    // the new token whose turn it is
+  bool aligned = false;  // each vector of the cache starts at, and is, a multiple of 16 bytes
+  int32_t splits = 1;    // blocks of each (row, KV head)
+  DecodeParts<A> parts;  // where splits > 1
   // Results.
   View<T> output;  // as query
   int64_t output_dim_stride = 1;
   int32_t* evicted = nullptr;  // [batch, num_kv_heads, num_new]
 };
 
-// Elements of the group's weights of one (row, KV head).
-inline int64_t decode_step_weights(const Sizes& sizes, int32_t capacity) {
-  return (int64_t{capacity} + 1) * sizes.group_size;
-}
-// Shared memory of a block with the weights in shared memory.
+inline int64_t slot_ranges(int64_t capacity) { return (capacity + kSlotRange - 1) / kSlotRange; }
+// Shared memory of a block.
 template <typename T>
-int64_t decode_step_shared_bytes(const Sizes& sizes, int32_t capacity);
+int64_t decode_step_shared_bytes(const DecodeStep<T>& step);
 template <typename T>
 cudaError_t launch_decode_step(const DecodeStep<T>& step, cudaStream_t stream);
 

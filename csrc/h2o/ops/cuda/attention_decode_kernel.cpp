@@ -1,5 +1,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -44,11 +45,64 @@ struct Inputs {
   }
 };
 
-// chunk = 1: one launch.
+bool is_aligned(const at::Tensor& cache) {
+  const auto is_multiple = [](int64_t bytes) { return bytes % 16 == 0; };
+  const auto item = static_cast<int64_t>(cache.element_size());
+  return is_multiple(reinterpret_cast<intptr_t>(cache.const_data_ptr())) &&
+         is_multiple(cache.size(3) * item) && is_multiple(cache.stride(0) * item) &&
+         is_multiple(cache.stride(1) * item) && is_multiple(cache.stride(2) * item);
+}
+
+// Sets how many blocks share a (row, KV head): one, unless that leaves multiprocessors idle or the
+// weights do not fit into shared memory, where two blocks should fit at once. Returns false where
+// they fit in no way.
 template <typename T>
-void decode_steps(const DecodeCall& call, const Inputs& inputs, const at::Tensor& output,
-                  const at::Tensor& evicted) {
+bool choose_splits(DecodeStep<T>& step) {
+  DeviceLimits limits;
+  C10_CUDA_CHECK(device_limits(&limits));
+  const int64_t ranges = slot_ranges(step.cache.capacity);
+  const auto shared_bytes = [&](int64_t ranges_per_split) {
+    step.splits = ranges == 0 ? 1 : static_cast<int32_t>((ranges - 1) / ranges_per_split + 1);
+    return decode_step_shared_bytes(step);
+  };
+  const int64_t blocks = step.sizes.batch * step.sizes.num_kv_heads;
+  const int64_t wanted = std::max<int64_t>(1, 2 * int64_t{limits.multiprocessors} / blocks);
+  int64_t ranges_per_split = std::max<int64_t>(1, (ranges + wanted - 1) / wanted);
+  while (ranges_per_split > 1 && shared_bytes(ranges_per_split) > limits.shared_bytes / 2) {
+    ranges_per_split = (ranges_per_split + 1) / 2;
+  }
+  return shared_bytes(ranges_per_split) <= limits.shared_bytes;
+}
+
+// One token at a time, a launch each.
+template <typename T>
+void decode_steps(const DecodeCall& call, DecodeStep<T>& step) {
   using A = Accumulator<T>;
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  at::Tensor parts, arrivals;
+  if (step.splits > 1) {
+    const int64_t heads = step.sizes.batch * step.sizes.num_kv_heads,
+                  of_group = heads * step.sizes.group_size,
+                  ranges = slot_ranges(step.cache.capacity);
+    const int64_t weights = of_group * ranges * kSlotRange;
+    parts = workspace(call.cache.scores, weights + of_group * ranges * (2 + step.sizes.head_dim),
+                      call.cache.scores.scalar_type());
+    arrivals = at::zeros({heads}, call.cache.positions.options());
+    step.parts.weights = parts.mutable_data_ptr<A>();
+    step.parts.maximum = step.parts.weights + weights;
+    step.parts.sum = step.parts.maximum + of_group * ranges;
+    step.parts.output = step.parts.sum + of_group * ranges;
+    step.parts.arrivals = reinterpret_cast<unsigned*>(arrivals.mutable_data_ptr<int32_t>());
+  }
+  for (; step.column < step.sizes.num_new; ++step.column) {
+    C10_CUDA_CHECK(launch_decode_step(step, stream));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+}
+
+template <typename T>
+DecodeStep<T> decode_step(const DecodeCall& call, const Inputs& inputs, const at::Tensor& output,
+                          const at::Tensor& evicted) {
   DecodeStep<T> step = {};
   step.sizes = inputs.sizes;
   step.cache = cache_view<T>(call.cache);
@@ -58,27 +112,16 @@ void decode_steps(const DecodeCall& call, const Inputs& inputs, const at::Tensor
   step.position_new = indices(inputs.position_new);
   step.budget = budgets(call.budget, inputs.row_budget);
   step.gqa_reduce = call.gqa_reduce;
-  step.terms = logit_terms<A>(call.scale, inputs.alibi_slopes);
+  step.terms = logit_terms<Accumulator<T>>(call.scale, inputs.alibi_slopes);
+  step.aligned = is_aligned(call.cache.k_cache) && is_aligned(call.cache.v_cache);
   step.output = written<T>(output);
   step.output_dim_stride = output.stride(3);
   step.evicted = evicted.mutable_data_ptr<int32_t>();
-
-  int64_t limit = 0;
-  C10_CUDA_CHECK(shared_memory_limit(&limit));
-  at::Tensor weights;
-  if (decode_step_shared_bytes<T>(step.sizes, step.cache.capacity) > limit) {
-    weights = workspace(call.cache.scores,
-                        step.sizes.batch * step.sizes.num_kv_heads *
-                            decode_step_weights(step.sizes, step.cache.capacity),
-                        call.cache.scores.scalar_type());
-    step.weights = weights.mutable_data_ptr<A>();
-  }
-  C10_CUDA_CHECK(launch_decode_step(step, c10::cuda::getCurrentCUDAStream()));
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return step;
 }
 
-// chunk > 1: three launches for each chunk of the longest row that there could be. Which columns a
-// chunk has in a row, if any, only the device knows.
+// Several tokens join together: three launches for each chunk of the longest row that there could
+// be. Which columns a chunk has in a row, if any, only the device knows.
 template <typename T>
 void decode_chunks(const DecodeCall& call, const Inputs& inputs, const at::Tensor& output,
                    const at::Tensor& evicted) {
@@ -96,10 +139,10 @@ void decode_chunks(const DecodeCall& call, const Inputs& inputs, const at::Tenso
       at::empty({sizes.batch, sizes.num_kv_heads, sizes.num_new}, call.cache.scores.options());
   const at::Tensor fate =
       workspace(call.cache.positions, heads * (capacity + 2 * int64_t{chunk_size}), at::kInt);
-  int64_t limit = 0;
-  C10_CUDA_CHECK(shared_memory_limit(&limit));
+  DeviceLimits limits;
+  C10_CUDA_CHECK(device_limits(&limits));
   at::Tensor sorted;
-  if (selection_shared_bytes<A>(capacity + chunk_size) > limit) {
+  if (selection_shared_bytes<A>(capacity + chunk_size) > limits.shared_bytes) {
     sorted = workspace(call.cache.scores,
                        heads * sorted_candidates(capacity + chunk_size) *
                            static_cast<int64_t>(sizeof(Candidate<A>)),
@@ -160,16 +203,14 @@ DecodeOutputs attention_decode(const DecodeCall& call) {
   at::Tensor evicted =
       at::empty({sizes.batch, sizes.num_kv_heads, sizes.num_new}, call.cache.positions.options());
   if (sizes.batch == 0 || sizes.num_new == 0) return {output, evicted};
-  // Which of the two does not depend on num_new, so that a token's result does not depend on the
-  // call or the batch in which it comes.
-  const bool one_by_one = call.chunk == 1;
-  if (!one_by_one) {
+  with_storage_type(call.query.scalar_type(), [&]<typename T>(T) {
+    if (call.chunk == 1) {
+      DecodeStep<T> step = decode_step<T>(call, inputs, output, evicted);
+      if (choose_splits(step)) return decode_steps(call, step);
+    }
     output.zero_();  // rows of padding
     evicted.fill_(-1);
-  }
-  with_storage_type(call.query.scalar_type(), [&]<typename T>(T) {
-    one_by_one ? decode_steps<T>(call, inputs, output, evicted)
-               : decode_chunks<T>(call, inputs, output, evicted);
+    decode_chunks<T>(call, inputs, output, evicted);
   });
   return {output, evicted};
 }

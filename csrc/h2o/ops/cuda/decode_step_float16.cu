@@ -4,7 +4,7 @@
 
 namespace h2o::cuda {
 
-template int64_t decode_step_shared_bytes<c10::Half>(const Sizes&, int32_t);
+template int64_t decode_step_shared_bytes<c10::Half>(const DecodeStep<c10::Half>&);
 template cudaError_t launch_decode_step<c10::Half>(const DecodeStep<c10::Half>&, cudaStream_t);
 
 }  // namespace h2o::cuda

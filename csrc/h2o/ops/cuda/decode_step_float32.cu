@@ -2,7 +2,7 @@
 
 namespace h2o::cuda {
 
-template int64_t decode_step_shared_bytes<float>(const Sizes&, int32_t);
+template int64_t decode_step_shared_bytes<float>(const DecodeStep<float>&);
 template cudaError_t launch_decode_step<float>(const DecodeStep<float>&, cudaStream_t);
 
 }  // namespace h2o::cuda

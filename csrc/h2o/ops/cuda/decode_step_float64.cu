@@ -2,7 +2,7 @@
 
 namespace h2o::cuda {
 
-template int64_t decode_step_shared_bytes<double>(const Sizes&, int32_t);
+template int64_t decode_step_shared_bytes<double>(const DecodeStep<double>&);
 template cudaError_t launch_decode_step<double>(const DecodeStep<double>&, cudaStream_t);
 
 }  // namespace h2o::cuda

@@ -35,8 +35,8 @@ at::Tensor evict(const EvictCall& call) {
   const at::Tensor listed = token_list(position_new);
   const at::Tensor fate =
       workspace(cache.positions, batch * num_kv_heads * (width + num_new), at::kInt);
-  int64_t limit = 0;
-  C10_CUDA_CHECK(shared_memory_limit(&limit));
+  DeviceLimits limits;
+  C10_CUDA_CHECK(device_limits(&limits));
   const auto stream = c10::cuda::getCurrentCUDAStream();
   with_storage_type(cache.k_cache.scalar_type(), [&]<typename T>(T) {
     using A = Accumulator<T>;
@@ -57,7 +57,7 @@ at::Tensor evict(const EvictCall& call) {
     selection.evicted = evicted.mutable_data_ptr<int32_t>();
     selection.evicted_width = width;
     at::Tensor sorted;
-    if (selection_shared_bytes<A>(width) > limit) {
+    if (selection_shared_bytes<A>(width) > limits.shared_bytes) {
       sorted = workspace(cache.scores,
                          batch * num_kv_heads * sorted_candidates(width) *
                              static_cast<int64_t>(sizeof(Candidate<A>)),

@@ -39,8 +39,8 @@ SelectOutputs prefill_select(const SelectCall& call) {
   const at::Tensor statistics = workspace(key, 2 * heads * seq_len * sizes.group_size, score_type);
   const at::Tensor scores = workspace(key, heads * seq_len, score_type);
   const at::Tensor fate = workspace(key, heads * seq_len, at::kInt);
-  int64_t limit = 0;
-  C10_CUDA_CHECK(shared_memory_limit(&limit));
+  DeviceLimits limits;
+  C10_CUDA_CHECK(device_limits(&limits));
   const auto stream = c10::cuda::getCurrentCUDAStream();
   with_storage_type(key.scalar_type(), [&]<typename T>(T) {
     using A = Accumulator<T>;
@@ -66,7 +66,7 @@ SelectOutputs prefill_select(const SelectCall& call) {
     selection.selected = selected.mutable_data_ptr<int64_t>();
     selection.selected_scores = selected_scores.mutable_data_ptr<A>();
     at::Tensor sorted;
-    if (selection_shared_bytes<A>(seq_len) > limit) {
+    if (selection_shared_bytes<A>(seq_len) > limits.shared_bytes) {
       sorted = workspace(
           key, heads * sorted_candidates(seq_len) * static_cast<int64_t>(sizeof(Candidate<A>)),
           at::kByte);

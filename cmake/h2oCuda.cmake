@@ -63,6 +63,8 @@ function(h2o_add_cuda_sources target)
     csrc/h2o/ops/cuda/decode_step_float64.cu
     csrc/h2o/ops/cuda/evict_kernel.cpp
     csrc/h2o/ops/cuda/prefill_select_kernel.cpp
+    csrc/h2o/ops/cuda/prompt_scores_bfloat16.cu
+    csrc/h2o/ops/cuda/prompt_scores_float16.cu
     csrc/h2o/ops/cuda/selection.cu)
   set(host_warnings -Wall,-Wextra,-Wno-psabi$<$<BOOL:${H2O_WERROR}>:,-Werror>)
   target_compile_options(${target} PRIVATE

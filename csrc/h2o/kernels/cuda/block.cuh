@@ -12,7 +12,7 @@ namespace h2o {
 
 // The only shared memory: each kernel's layout is one struct in it, followed by what has no fixed
 // size.
-extern __shared__ __align__(16) unsigned char dynamic_shared_bytes[];
+extern __shared__ __align__(32) unsigned char dynamic_shared_bytes[];
 
 }  // namespace h2o
 
@@ -33,6 +33,14 @@ __device__ __forceinline__ T* after(Layout& layout) {
   static_assert(sizeof(Layout) % 16 == 0);
   return reinterpret_cast<T*>(&layout + 1);
 }
+
+// `count` elements that are loaded by one instruction.
+template <typename T, int count>
+struct alignas(sizeof(T) * count) Vector {
+  T elements[count];
+};
+template <typename T>
+inline constexpr int kVectorSize = 16 / sizeof(T);
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }

@@ -10,14 +10,6 @@ namespace h2o::cuda {
 inline constexpr int kUnrolledSlots = 4;  // vectors that a thread has under way at once
 inline constexpr int kJoinedHeads = 4;    // heads whose sums go through shared memory at once
 
-// `count` elements that are loaded by one instruction.
-template <typename T, int count>
-struct alignas(sizeof(T) * count) Vector {
-  T elements[count];
-};
-template <typename T>
-inline constexpr int kVectorSize = 16 / sizeof(T);
-
 // How a block divides its work, and where in shared memory it keeps what (in elements).
 struct DecodePlan {
   int32_t lanes;             // of a warp, that share one vector of head_dim; a power of two

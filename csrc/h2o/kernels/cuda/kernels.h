@@ -113,6 +113,15 @@ cudaError_t launch_chunk_attention(const ChunkAttention<T>& attention, cudaStrea
 template <typename T>
 cudaError_t launch_chunk_scores(const ChunkAttention<T>& attention, cudaStream_t stream);
 
+// The same for a prompt without a cache, of 16-bit types, by tensor cores: statistics writes
+// maximum and sum, scores reads them and writes new_scores. Vectors must be aligned to 16 bytes.
+template <typename T>
+bool has_prompt_scores(const Sizes& sizes, int64_t shared_limit);
+template <typename T>
+cudaError_t launch_prompt_statistics(const ChunkAttention<T>& attention, cudaStream_t stream);
+template <typename T>
+cudaError_t launch_prompt_scores(const ChunkAttention<T>& attention, cudaStream_t stream);
+
 // A token that may leave.
 template <typename A>
 struct Candidate {
@@ -121,7 +130,7 @@ struct Candidate {
   int32_t index;  // the slot, or capacity + index within the chunk; -1 = nobody
 };
 
-// Chooses who leaves among the cache and a chunk's tokens, and stores or lists those that stay.
+// Chooses who leaves among the cache and new tokens, and stores those that stay. One launch.
 template <typename T>
 struct Selection {
   using A = Accumulator<T>;
@@ -129,20 +138,27 @@ struct Selection {
   CacheView<T> cache;
   View<const T> k_new, v_new;  // [batch, num_kv_heads, num_new] vectors
   View<const A> new_scores;    // [batch, num_kv_heads, num_new], by column
+  BudgetView budget;
+  // h2o_evict: all of `position_new` join, tokens leave until the budget holds, the window ends at
+  // the largest position present, and those that left are written from column 0, then -1.
+  // Otherwise, h2o_attention_decode: a chunk of the listed tokens joins, at most as many leave as
+  // join, the window ends at the chunk's last token, and those that left are written from the
+  // column of the chunk's first over -1.
+  bool to_budget = false;
+  IndexView position_new;
   TokenList tokens;
   Chunk chunk;
-  BudgetView budget;
-  // h2o_evict: evicts until the budget holds, the window ends at the largest position present, and
-  // those that left are written from column 0. Otherwise, h2o_attention_decode: at most as many
-  // leave as join, the window ends at the chunk's last token, and those that left are written from
-  // the column of the chunk's first.
-  bool to_budget = false;
   // Workspace of each (row, KV head).
-  int32_t* fate = nullptr;         // [capacity + 2 * chunk.size]
+  int32_t* work = nullptr;         // [selection_work()]
   Candidate<A>* sorted = nullptr;  // [sorted_candidates()]; null: in shared memory
-  int32_t* evicted = nullptr;      // [batch, num_kv_heads, evicted_width], -1 throughout before
+  int32_t* evicted = nullptr;      // [batch, num_kv_heads, evicted_width]
   int64_t evicted_width = 0;
 };
+
+// Each candidate's fate, each new token's slot, and the columns and positions of the new tokens.
+H2O_HOST_DEVICE constexpr int64_t selection_work(int64_t capacity, int64_t num_new) {
+  return capacity + 4 * num_new;
+}
 
 // The one-shot prefill's: no cache, and the result is a list.
 template <typename A>

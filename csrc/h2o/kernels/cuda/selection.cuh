@@ -30,6 +30,24 @@ struct CandidateView {
   }
 };
 
+// Lists the real tokens among `num_new` of a row, in their order, and returns how many. By the
+// block; a barrier must follow before the list is read.
+__device__ inline int32_t list_row(const IndexView& position_new, int64_t row, int32_t num_new,
+                                   int32_t* columns, int32_t* positions, BlockScratch& scratch) {
+  int32_t count = 0;
+  for (int32_t first = 0; first < num_new; first += blockDim.x) {
+    const int32_t column = first + static_cast<int32_t>(threadIdx.x);
+    const int32_t position = column < num_new ? position_new.at(row, column) : -1;
+    const Rank rank = block_rank(position >= 0, scratch);
+    if (position >= 0) {
+      columns[count + rank.before] = column;
+      positions[count + rank.before] = position;
+    }
+    count += rank.total;
+  }
+  return count;
+}
+
 // Puts entries[0 .. size), size a power of two, into the order of eviction: a bitonic sort by the
 // block.
 template <typename A>
@@ -53,11 +71,12 @@ __device__ void sort_candidates(Candidate<A>* entries, int32_t size) {
 
 // Sets fate[i] to 1 where candidate i leaves and to 0 where it stays: the first in the order of
 // eviction leave until `most` are left or `at_most` have left. Their positions go to `evicted`,
-// where that is not null. By the block.
+// where that is not null. Returns how many leave. By the block.
 template <typename A>
-__device__ void choose_victims(const CandidateView<A>& candidates, const Budget& budget,
-                               int32_t newest, int64_t most, int32_t at_most, Candidate<A>* entries,
-                               int32_t* fate, int32_t* evicted, BlockScratch& scratch) {
+__device__ int32_t choose_victims(const CandidateView<A>& candidates, const Budget& budget,
+                                  int32_t newest, int64_t most, int32_t at_most,
+                                  Candidate<A>* entries, int32_t* fate, int32_t* evicted,
+                                  BlockScratch& scratch) {
   const int32_t count = candidates.count();
   int32_t present = 0;
   for (int32_t i = threadIdx.x; i < count; i += blockDim.x) {
@@ -65,7 +84,7 @@ __device__ void choose_victims(const CandidateView<A>& candidates, const Budget&
     present += candidates.position(i) >= 0;
   }
   present = block_reduce(present, Sum(), scratch);
-  if (present <= most) return;
+  if (present <= most) return 0;
   const int32_t excess = static_cast<int32_t>(Smallest()(present - most, int64_t{at_most}));
 
   int32_t size = 1;
@@ -99,6 +118,7 @@ __device__ void choose_victims(const CandidateView<A>& candidates, const Budget&
     }
   }
   __syncthreads();
+  return excess;
 }
 
 // One block per (row, KV head): decides, then writes. Tokens that stay take, in order of position,
@@ -120,10 +140,23 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
   candidates.capacity = capacity;
   candidates.new_scores = p.new_scores.at(row, head);
   candidates.new_scores_stride = p.new_scores.token_stride;
-  candidates.new_columns = p.tokens.columns(row) + p.chunk.first;
-  candidates.new_positions = p.tokens.positions(row) + p.chunk.first;
-  const int32_t num_new = candidates.num_new = p.chunk.count(p.tokens, row);
-  if (num_new == 0 && !p.to_budget) return;
+
+  // With to_budget, chunk.size is that of all of position_new.
+  int32_t* const fate = p.work + row_head * selection_work(capacity, p.chunk.size);
+  int32_t* const slots = fate + capacity + p.chunk.size;
+  if (p.to_budget) {
+    int32_t *const columns = slots + p.chunk.size, *const positions = columns + p.chunk.size;
+    candidates.new_columns = columns;
+    candidates.new_positions = positions;
+    candidates.num_new = list_row(p.position_new, row, p.chunk.size, columns, positions, scratch);
+    __syncthreads();
+  } else {
+    candidates.new_columns = p.tokens.columns(row) + p.chunk.first;
+    candidates.new_positions = p.tokens.positions(row) + p.chunk.first;
+    candidates.num_new = p.chunk.count(p.tokens, row);
+    if (candidates.num_new == 0) return;
+  }
+  const int32_t num_new = candidates.num_new;
 
   const Budget budget = p.budget.at(row);
   // A row's own budget may not have been checked; more than the capacity can never stay.
@@ -139,19 +172,23 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
     newest = candidates.new_positions[num_new - 1];
   }
 
-  int32_t* const fate = p.fate + row_head * (capacity + 2 * int64_t{p.chunk.size});
   Candidate<A>* const entries =
       p.sorted == nullptr
           ? after<Candidate<A>>(scratch)
           : p.sorted + row_head * sorted_candidates(int64_t{capacity} + p.chunk.size);
-  int32_t* const evicted = p.evicted + row_head * p.evicted_width +
-                           (p.to_budget || num_new == 0 ? 0 : candidates.new_columns[0]);
-  choose_victims(candidates, budget, newest, most, p.to_budget ? INT32_MAX : num_new, entries, fate,
-                 evicted, scratch);
+  int32_t* const evicted =
+      p.evicted + row_head * p.evicted_width + (p.to_budget ? 0 : candidates.new_columns[0]);
+  const int32_t leaving =
+      choose_victims(candidates, budget, newest, most, p.to_budget ? INT32_MAX : num_new, entries,
+                     fate, evicted, scratch);
+  if (p.to_budget) {
+    for (int64_t i = leaving + int64_t{threadIdx.x}; i < p.evicted_width; i += blockDim.x) {
+      evicted[i] = -1;
+    }
+  }
 
   // From here on the cache is written. Slots for the tokens that stay, in the order in which they
   // are taken.
-  int32_t* const slots = fate + capacity + p.chunk.size;
   int32_t staying = 0;
   for (int32_t i = threadIdx.x; i < num_new; i += blockDim.x) staying += fate[capacity + i] == 0;
   staying = block_reduce(staying, Sum(), scratch);

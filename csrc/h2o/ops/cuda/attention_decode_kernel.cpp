@@ -45,14 +45,6 @@ struct Inputs {
   }
 };
 
-bool is_aligned(const at::Tensor& cache) {
-  const auto is_multiple = [](int64_t bytes) { return bytes % 16 == 0; };
-  const auto item = static_cast<int64_t>(cache.element_size());
-  return is_multiple(reinterpret_cast<intptr_t>(cache.const_data_ptr())) &&
-         is_multiple(cache.size(3) * item) && is_multiple(cache.stride(0) * item) &&
-         is_multiple(cache.stride(1) * item) && is_multiple(cache.stride(2) * item);
-}
-
 // Sets how many blocks share a (row, KV head): one, unless that leaves multiprocessors idle or the
 // weights do not fit into shared memory, where two blocks should fit at once. Returns false where
 // they fit in no way.
@@ -137,8 +129,8 @@ void decode_chunks(const DecodeCall& call, const Inputs& inputs, const at::Tenso
       workspace(call.cache.scores, 2 * heads * chunk_size * sizes.group_size, score_type);
   const at::Tensor new_scores =
       at::empty({sizes.batch, sizes.num_kv_heads, sizes.num_new}, call.cache.scores.options());
-  const at::Tensor fate =
-      workspace(call.cache.positions, heads * (capacity + 2 * int64_t{chunk_size}), at::kInt);
+  const at::Tensor work =
+      workspace(call.cache.positions, heads * selection_work(capacity, chunk_size), at::kInt);
   DeviceLimits limits;
   C10_CUDA_CHECK(device_limits(&limits));
   at::Tensor sorted;
@@ -172,7 +164,7 @@ void decode_chunks(const DecodeCall& call, const Inputs& inputs, const at::Tenso
   selection.new_scores = read<A>(new_scores);
   selection.tokens = attention.tokens;
   selection.budget = budgets(call.budget, inputs.row_budget);
-  selection.fate = fate.mutable_data_ptr<int32_t>();
+  selection.work = work.mutable_data_ptr<int32_t>();
   if (sorted.defined()) selection.sorted = static_cast<Candidate<A>*>(sorted.mutable_data_ptr());
   selection.evicted = evicted.mutable_data_ptr<int32_t>();
   selection.evicted_width = sizes.num_new;

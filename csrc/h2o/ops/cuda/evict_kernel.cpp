@@ -1,5 +1,5 @@
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -29,12 +29,11 @@ at::Tensor evict(const EvictCall& call) {
                    position_new = readable(call.position_new);
   std::optional<at::Tensor> row_budget;
   if (call.row_budget) row_budget = readable(*call.row_budget);
-  at::Tensor evicted = at::full({batch, num_kv_heads, width}, -1, cache.positions.options());
+  at::Tensor evicted = at::empty({batch, num_kv_heads, width}, cache.positions.options());
   if (batch == 0) return evicted;
 
-  const at::Tensor listed = token_list(position_new);
-  const at::Tensor fate =
-      workspace(cache.positions, batch * num_kv_heads * (width + num_new), at::kInt);
+  const at::Tensor work = workspace(
+      cache.positions, batch * num_kv_heads * selection_work(capacity, num_new), at::kInt);
   DeviceLimits limits;
   C10_CUDA_CHECK(device_limits(&limits));
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -49,11 +48,11 @@ at::Tensor evict(const EvictCall& call) {
     selection.k_new = read<T>(k_new);
     selection.v_new = read<T>(v_new);
     selection.new_scores = read<A>(scores_new);
-    selection.tokens = {listed.mutable_data_ptr<int32_t>(), selection.sizes.num_new};
+    selection.position_new = indices(position_new);
     selection.chunk = {0, selection.sizes.num_new};
     selection.budget = budgets(call.budget, row_budget);
     selection.to_budget = true;
-    selection.fate = fate.mutable_data_ptr<int32_t>();
+    selection.work = work.mutable_data_ptr<int32_t>();
     selection.evicted = evicted.mutable_data_ptr<int32_t>();
     selection.evicted_width = width;
     at::Tensor sorted;
@@ -64,8 +63,6 @@ at::Tensor evict(const EvictCall& call) {
                          at::kByte);
       selection.sorted = static_cast<Candidate<A>*>(sorted.mutable_data_ptr());
     }
-    C10_CUDA_CHECK(launch_list_tokens(indices(position_new), batch, selection.tokens, stream));
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
     C10_CUDA_CHECK(launch_selection(selection, stream));
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });

@@ -13,6 +13,28 @@
 namespace h2o {
 namespace cuda {
 
+namespace {
+
+template <typename T>
+void score_prompt(const ChunkAttention<T>& attention, bool aligned, const DeviceLimits& limits,
+                  cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2) {
+    if (aligned && has_prompt_scores<T>(attention.sizes, limits.shared_bytes)) {
+      C10_CUDA_CHECK(launch_prompt_statistics(attention, stream));
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      C10_CUDA_CHECK(launch_prompt_scores(attention, stream));
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      return;
+    }
+  }
+  C10_CUDA_CHECK(launch_chunk_attention(attention, stream));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  C10_CUDA_CHECK(launch_chunk_scores(attention, stream));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+
 SelectOutputs prefill_select(const SelectCall& call) {
   constexpr const char* kOp = "h2o_prefill_select";
   const c10::cuda::OptionalCUDAGuard guard(call.query.device());
@@ -75,10 +97,7 @@ SelectOutputs prefill_select(const SelectCall& call) {
 
     C10_CUDA_CHECK(launch_list_tokens(indices(position), sizes.batch, attention.tokens, stream));
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-    C10_CUDA_CHECK(launch_chunk_attention(attention, stream));
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-    C10_CUDA_CHECK(launch_chunk_scores(attention, stream));
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    score_prompt(attention, is_aligned(query) && is_aligned(key), limits, stream);
     C10_CUDA_CHECK(launch_prompt_selection(selection, stream));
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });

@@ -12,17 +12,8 @@ __global__ void __launch_bounds__(kMaxThreads)
                 const __grid_constant__ TokenList tokens) {
   auto& scratch = dynamic_shared<BlockScratch>();
   const int64_t row = blockIdx.x;
-  int32_t count = 0;
-  for (int32_t first = 0; first < tokens.num_new; first += blockDim.x) {
-    const int32_t column = first + static_cast<int32_t>(threadIdx.x);
-    const int32_t position = column < tokens.num_new ? position_new.at(row, column) : -1;
-    const Rank rank = block_rank(position >= 0, scratch);
-    if (position >= 0) {
-      tokens.columns(row)[count + rank.before] = column;
-      tokens.positions(row)[count + rank.before] = position;
-    }
-    count += rank.total;
-  }
+  const int32_t count = list_row(position_new, row, tokens.num_new, tokens.columns(row),
+                                 tokens.positions(row), scratch);
   if (threadIdx.x == 0) *tokens.count(row) = count;
 }
 

@@ -48,6 +48,15 @@ CacheView<T> cache_view(const KVCache& cache) {
           static_cast<int32_t>(cache.capacity())};
 }
 
+// Whether each vector of the last dimension starts at, and is, a multiple of 16 bytes.
+inline bool is_aligned(const at::Tensor& tensor) {
+  const auto is_multiple = [](int64_t bytes) { return bytes % 16 == 0; };
+  const auto item = static_cast<int64_t>(tensor.element_size());
+  return is_multiple(reinterpret_cast<intptr_t>(tensor.const_data_ptr())) &&
+         is_multiple(tensor.size(3) * item) && is_multiple(tensor.stride(0) * item) &&
+         is_multiple(tensor.stride(1) * item) && is_multiple(tensor.stride(2) * item);
+}
+
 // Memory for one call, from the caching allocator.
 inline at::Tensor workspace(const at::Tensor& like, int64_t elements, at::ScalarType dtype) {
   return at::empty({elements}, like.options().dtype(dtype));

@@ -19,11 +19,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export H2O_BUILD_DIR := $(abspath $(BUILD))
 export MAX_JOBS := $(JOBS)
+# The CUDA operators on the CPU, which make test-cpp builds.
+export H2O_EMULATED_LIBRARY := $(H2O_BUILD_DIR)/tests/cuda_emulation/libh2o_emulated.so
 export CMAKE_ARGS := -DH2O_WERROR=ON $(CMAKE_ARGS)
 # pip-installed cmake and ninja come first.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'examples/*.cpp')
+CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'examples/*.cpp')
 
 .PHONY: demo test test-cpp test-python build setup lint format bench clean model
 demo: build model

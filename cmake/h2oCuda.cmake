@@ -49,23 +49,26 @@ else()
   message(STATUS "h2o: CUDA operators: OFF (${reason})")
 endif()
 
-# Adds the CUDA operators to `target`.
+# The CUDA operators; tests/cuda_emulation compiles the same files for the CPU.
+set(h2o_cuda_sources
+  csrc/h2o/ops/cuda/attention_decode_kernel.cpp
+  csrc/h2o/ops/cuda/chunk_attention_bfloat16.cu
+  csrc/h2o/ops/cuda/chunk_attention_float16.cu
+  csrc/h2o/ops/cuda/chunk_attention_float32.cu
+  csrc/h2o/ops/cuda/chunk_attention_float64.cu
+  csrc/h2o/ops/cuda/decode_step_bfloat16.cu
+  csrc/h2o/ops/cuda/decode_step_float16.cu
+  csrc/h2o/ops/cuda/decode_step_float32.cu
+  csrc/h2o/ops/cuda/decode_step_float64.cu
+  csrc/h2o/ops/cuda/evict_kernel.cpp
+  csrc/h2o/ops/cuda/prefill_select_kernel.cpp
+  csrc/h2o/ops/cuda/prompt_scores_bfloat16.cu
+  csrc/h2o/ops/cuda/prompt_scores_float16.cu
+  csrc/h2o/ops/cuda/selection.cu)
+
+# Adds them to `target`.
 function(h2o_add_cuda_sources target)
-  target_sources(${target} PRIVATE
-    csrc/h2o/ops/cuda/attention_decode_kernel.cpp
-    csrc/h2o/ops/cuda/chunk_attention_bfloat16.cu
-    csrc/h2o/ops/cuda/chunk_attention_float16.cu
-    csrc/h2o/ops/cuda/chunk_attention_float32.cu
-    csrc/h2o/ops/cuda/chunk_attention_float64.cu
-    csrc/h2o/ops/cuda/decode_step_bfloat16.cu
-    csrc/h2o/ops/cuda/decode_step_float16.cu
-    csrc/h2o/ops/cuda/decode_step_float32.cu
-    csrc/h2o/ops/cuda/decode_step_float64.cu
-    csrc/h2o/ops/cuda/evict_kernel.cpp
-    csrc/h2o/ops/cuda/prefill_select_kernel.cpp
-    csrc/h2o/ops/cuda/prompt_scores_bfloat16.cu
-    csrc/h2o/ops/cuda/prompt_scores_float16.cu
-    csrc/h2o/ops/cuda/selection.cu)
+  target_sources(${target} PRIVATE ${h2o_cuda_sources})
   set(host_warnings -Wall,-Wextra,-Wno-psabi$<$<BOOL:${H2O_WERROR}>:,-Werror>)
   target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CUDA>:-O3 --expt-relaxed-constexpr -Xcompiler=${host_warnings}>

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +27,44 @@ def same_start() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=["cpu", "cuda"])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Each device that there is an operator for; the others are skipped with the reason."""
+@functools.cache
+def load_emulated() -> str | None:
+    """Load torch.ops.h2o_emulated, the CUDA operators on CPU tensors; why it is not there, if so."""
+    path = os.environ.get("H2O_EMULATED_LIBRARY")
+    if path is None:
+        return "H2O_EMULATED_LIBRARY is not set (make test-python does)"
+    if not Path(path).exists():
+        return f"{path} does not exist (make test-cpp builds it)"
+    torch.ops.load_library(path)
+    return None
+
+
+@pytest.fixture(params=["cpu", "cuda", pytest.param("emulated", marks=pytest.mark.emulated)])
+def device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[torch.device]:
+    """Each device that there is an operator for; the others are skipped with the reason.
+
+    "emulated" is the CUDA operators, run on the CPU by tests/cuda_emulation: tensors stay on the
+    CPU, torch.ops.h2o is the emulation's, and what is allocated lies in its device memory, where a
+    kernel that leaves a tensor runs into a page that cannot be accessed. Threads and blocks run in
+    an order of each test's own.
+    """
     name: str = request.param
     if name == "cuda" and not h2o_kv.build_info()["cuda"]:
         pytest.skip("h2o_kv was built without CUDA")
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    return torch.device(name)
+    if name != "emulated":
+        yield torch.device(name)
+        return
+    missing = load_emulated()
+    if missing is not None:
+        pytest.skip(missing)
+    emulated = torch.ops.h2o_emulated
+    monkeypatch.setattr(torch.ops, "h2o", emulated)
+    emulated.set_seed(zlib.crc32(request.node.nodeid.encode()))
+    emulated.device_memory(True)
+    yield torch.device("cpu")
+    emulated.device_memory(False)
+    emulated.set_seed(0)

@@ -36,6 +36,19 @@ OUTPUT_ATOL = {
 Counts = tuple[int, int, int]  # num_sink, num_heavy, num_recent
 
 
+OPERATORS = {"decode": "h2o_attention_decode", "evict": "h2o_evict", "select": "h2o_prefill_select"}
+
+
+def operator(op: str) -> Any:
+    """The operator under test: torch.ops.h2o is another namespace in a test on "emulated"."""
+    return getattr(torch.ops.h2o, OPERATORS[op])
+
+
+def runs_cuda_operators(device: torch.device) -> bool:
+    """Whether the operators are CUDA's, on a GPU or emulated (see conftest.py)."""
+    return device.type == "cuda" or torch.ops.h2o.name == "h2o_emulated"
+
+
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 

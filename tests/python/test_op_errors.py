@@ -10,13 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from op_helpers import State, bitwise_equal
+from op_helpers import OPERATORS, State, bitwise_equal, operator, runs_cuda_operators
 
-OPS = {
-    "decode": torch.ops.h2o.h2o_attention_decode,
-    "evict": torch.ops.h2o.h2o_evict,
-    "select": torch.ops.h2o.h2o_prefill_select,
-}
 STATE = ("k_cache", "v_cache", "scores", "positions")
 Arguments = dict[str, Any]
 
@@ -512,10 +507,6 @@ CASES = [
 ]
 
 
-def name_of(op: str) -> str:
-    return str(OPS[op].default.name()).removeprefix("h2o::")
-
-
 def moved(call: Arguments, device: torch.device) -> Arguments:
     """The tensors on another device with their strides; those that share memory still share it."""
     storages: dict[int, Tensor] = {}
@@ -546,7 +537,7 @@ def run_wrong(
     written = [(name, memory(call[name])) for name in STATE if name in call]
     before = [tensor.clone() for _, tensor in written]
     with pytest.raises(case.error) as caught:
-        OPS[op](**call)
+        operator(op)(**call)
     assert type(caught.value) is case.error
     after = [(name, old, new) for (name, new), old in zip(written, before, strict=True)]
     return str(caught.value), after
@@ -559,18 +550,18 @@ def memory(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.int32, device=tensor.device).set_(tensor.untyped_storage())
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPERATORS)
 def test_the_call_that_the_cases_spoil_is_right(op: str) -> None:
-    result = OPS[op](**arguments(op))
+    result = operator(op)(**arguments(op))
     assert (result if op == "evict" else result[0]).shape[0] == 2
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_wrong_call_raises_before_it_writes(op: str, case: Case, device: torch.device) -> None:
-    if case.where == "values" and device.type != "cpu":
+    if case.where == "values" and runs_cuda_operators(device):
         pytest.skip("values of tensors are looked at on the CPU alone")
     message, states = run_wrong(op, case, device)
-    assert message == case.message.format(op=name_of(op))
+    assert message == case.message.format(op=OPERATORS[op])
     for name, before, after in states:
         assert bitwise_equal(before, after), f"{name} was written"
 
@@ -578,7 +569,7 @@ def test_wrong_call_raises_before_it_writes(op: str, case: Case, device: torch.d
 @pytest.mark.parametrize(("op", "case"), [p for p in CASES if p.values[1].where == "everywhere"])
 def test_meta_says_the_same_sentence(op: str, case: Case) -> None:
     message, _ = run_wrong(op, case, torch.device("meta"))
-    assert message == case.message.format(op=name_of(op))
+    assert message == case.message.format(op=OPERATORS[op])
 
 
 DEVICES = [
@@ -607,9 +598,9 @@ def test_tensors_on_two_devices_are_refused(
     before = [call[state].clone() for state in STATE if state in call]
     call[name] = call[name].to("meta")
     with pytest.raises(RuntimeError) as caught:
-        OPS[op](**call)
+        operator(op)(**call)
     place = f"got meta and {call['k_cache' if op != 'select' else 'query'].device}"
-    assert str(caught.value) == f"{name_of(op)}: {name} must be on the device of {other}, {place}"
+    assert str(caught.value) == f"{OPERATORS[op]}: {name} must be on the device of {other}, {place}"
     for old, state in zip(before, (s for s in STATE if s in call), strict=True):
         assert state == name or bitwise_equal(old, call[state])
 
@@ -620,14 +611,14 @@ def test_batch_0_is_checked_too(op: str) -> None:
     call = {k: v[:0] if isinstance(v, Tensor) else v for k, v in call.items()}
     call["num_sink"] = 5
     with pytest.raises(ValueError, match=r"must be <= capacity, got 5 \+ 2 \+ 3 = 10, capacity=6"):
-        OPS[op](**call)
+        operator(op)(**call)
 
 
 def test_a_wrong_row_budget_in_the_last_row_writes_no_other_row() -> None:
     call = arguments("decode")
     call["row_budget"] = torch.tensor([[1, 2, 3], [1, 2, 4]])
     with pytest.raises(ValueError, match="in row 1"):
-        OPS["decode"](**call)
+        operator("decode")(**call)
     assert (call["positions"] == -1).all()
     assert (call["scores"] == 0).all()
     assert call["k_cache"].isnan().all()

@@ -314,25 +314,35 @@ void Checker::accessed(const void* address, std::size_t bytes, bool write, bool 
                       .clock = thread.clock,
                       .atomic = atomic};
   Cell* const cells = &region->cells[where - region->start];
-  for (Cell* cell = cells; cell != cells + bytes; ++cell) {
-    if ((!write || atomic) && !cell->write.any())
+  const auto check = [&](Cell& cell) {
+    if ((!write || atomic) && !cell.write.any())
       report("uninitialised", *region, where, bytes, write, code);
-    if (!ordered(cell->write) && !(atomic && cell->write.atomic)) {
-      report("race with " + describe(cell->write, true), *region, where, bytes, write, code);
+    if (!ordered(cell.write) && !(atomic && cell.write.atomic)) {
+      report("race with " + describe(cell.write, true), *region, where, bytes, write, code);
     }
     if (write) {
-      for (const Access& read : cell->reads) {
+      for (const Access& read : cell.reads) {
         if (!ordered(read))
           report("race with " + describe(read, false), *region, where, bytes, write, code);
       }
-      *cell = {now, {}};
-      continue;
+      cell = {now, {}};
+      return;
     }
-    Access& read = cell->reads[0];
+    Access& read = cell.reads[0];
     if (ordered(read)) {
       read = now;
     } else if (read.block != now.block || read.thread / 32 != now.thread / 32) {
-      cell->reads[1] = now;
+      cell.reads[1] = now;
+    }
+  };
+  // Bytes of one number mostly have the same history.
+  const Cell before = cells[0];
+  check(cells[0]);
+  for (std::size_t i = 1; i < bytes; ++i) {
+    if (std::memcmp(&cells[i], &before, sizeof before) == 0) {
+      cells[i] = cells[0];
+    } else {
+      check(cells[i]);
     }
   }
 }

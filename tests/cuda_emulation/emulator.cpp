@@ -53,7 +53,9 @@ std::size_t page_bytes() {
 }
 
 void fill_with_poison(void* memory, std::size_t bytes) {
-  std::fill_n(static_cast<std::uint32_t*>(memory), bytes / sizeof(kPoison), kPoison);
+  const std::size_t words = bytes / sizeof kPoison;
+  std::fill_n(static_cast<std::uint32_t*>(memory), words, kPoison);
+  std::memcpy(static_cast<std::uint32_t*>(memory) + words, &kPoison, bytes % sizeof kPoison);
 }
 
 // Whole pages, between two pages that cannot be accessed.
@@ -137,6 +139,7 @@ class Scheduler {
 
  private:
   void run_block();
+  void check_unused_shared(std::size_t end);
   void resume(Fiber& fiber);
   void suspend();
   void make_runnable(Fiber& fiber);
@@ -272,6 +275,22 @@ void Scheduler::run(const Launch& launch) {
   seen_by_block_.resize(threads);
   if (access_checker != nullptr) access_checker->launch_begins(launch);
 
+  // Past what the launch asked for, shared memory is out of bounds.
+  fill_with_poison(dynamic_shared_bytes, kMaxSharedBytes);
+#ifdef __SANITIZE_ADDRESS__
+  __asan_poison_memory_region(dynamic_shared_bytes + launch.shared_bytes,
+                              kMaxSharedBytes - launch.shared_bytes);
+#endif
+  struct AtEnd {
+    ~AtEnd() {
+      scheduler.launch_ = nullptr;
+#ifdef __SANITIZE_ADDRESS__
+      __asan_unpoison_memory_region(dynamic_shared_bytes, kMaxSharedBytes);
+#endif
+    }
+  };
+  const AtEnd at_end;
+
   std::vector<unsigned> blocks(std::size_t{launch.grid.x} * launch.grid.y * launch.grid.z);
   for (unsigned i = 0; i < blocks.size(); ++i) blocks[i] = i;
   if (seed != 0) std::shuffle(blocks.begin(), blocks.end(), random_);
@@ -287,17 +306,12 @@ void Scheduler::run(const Launch& launch) {
     }
     run_block();
   }
-  launch_ = nullptr;
+  check_unused_shared(kMaxSharedBytes);
 }
 
 void Scheduler::run_block() {
   const std::size_t bytes = launch_->shared_bytes;
-  [[maybe_unused]] unsigned char* const shared_end = dynamic_shared_bytes + bytes;
-  [[maybe_unused]] const std::size_t unused = kMaxSharedBytes - bytes;
-  fill_with_poison(dynamic_shared_bytes, kMaxSharedBytes);
-#ifdef __SANITIZE_ADDRESS__
-  __asan_poison_memory_region(shared_end, unused);
-#endif
+  fill_with_poison(dynamic_shared_bytes, bytes);
   if (access_checker != nullptr) access_checker->block_begins(dynamic_shared_bytes, bytes);
 
   arrived_ = 0;
@@ -312,7 +326,7 @@ void Scheduler::run_block() {
     fiber.operations = 0;
     fiber.seen.fill(0);
     fiber.fenced = false;
-    fiber.copies.assign(1, {});
+    if (fiber.copies.size() != 1 || !fiber.copies.front().empty()) fiber.copies.assign(1, {});
     seen_by_block_[id] = 0;
     make_runnable(fiber);
   }
@@ -325,32 +339,29 @@ void Scheduler::run_block() {
       resume(fiber);
       if (fiber.state == State::kFinished) ++finished;
     }
-    if (access_checker != nullptr) {
-      access_checker->block_ends();
-    } else {
-#ifndef __SANITIZE_ADDRESS__
-      std::array<unsigned char, sizeof kPoison> poison;
-      std::memcpy(poison.data(), &kPoison, sizeof kPoison);
-      for (std::size_t at = bytes; at < kMaxSharedBytes; ++at) {
-        if (dynamic_shared_bytes[at] != poison[at % sizeof kPoison]) {
-          fail("the block wrote past the end of its dynamic shared memory");
-        }
-      }
-#endif
-    }
+    if (access_checker != nullptr) access_checker->block_ends();
+    // Rarely anything strays far: the rest is looked at when the launch ends.
+    check_unused_shared(std::min<std::size_t>(bytes + 1024, kMaxSharedBytes));
   } catch (...) {
     // The fibers that did not finish are abandoned where they stand.
     for (unsigned id = 0; id < threads; ++id) {
       if (fibers_[id]->state != State::kFinished) fibers_[id]->started = false;
     }
-#ifdef __SANITIZE_ADDRESS__
-    __asan_unpoison_memory_region(shared_end, unused);
-#endif
-    launch_ = nullptr;
     throw;
   }
+}
+
+void Scheduler::check_unused_shared(std::size_t end) {
 #ifdef __SANITIZE_ADDRESS__
-  __asan_unpoison_memory_region(shared_end, unused);
+  static_cast<void>(end);
+#else
+  std::array<unsigned char, sizeof kPoison> poison;
+  std::memcpy(poison.data(), &kPoison, sizeof kPoison);
+  for (std::size_t at = launch_->shared_bytes; at < end; ++at) {
+    if (dynamic_shared_bytes[at] != poison[at % sizeof kPoison]) {
+      fail("the block wrote past the end of its dynamic shared memory");
+    }
+  }
 #endif
 }
 

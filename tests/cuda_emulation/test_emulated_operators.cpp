@@ -152,7 +152,8 @@ template <typename Run>
 std::pair<KVCache, Results> emulate(const KVCache& cache, const Tokens& tokens,
                                     const Options& options, const Run& run) {
   std::optional<std::pair<KVCache, Results>> first;
-  for (const int64_t seed : {0, 1, 2}) {
+  const int64_t seeds = is_checked() ? 2 : 3;  // a race is found in any order
+  for (int64_t seed = 0; seed < seeds; ++seed) {
     CAPTURE(seed);
     set_seed(seed);
     const DeviceMemory device_memory;
@@ -502,7 +503,7 @@ TEST_CASE("select equals the CPU at every head_dim, group size and length", "[em
   int64_t turn = head_dim;
   for (const int64_t group_size : kGroupSizes) {
     ++turn;
-    const int64_t seq_len = std::array<int64_t, 4>{1, 31, 33, 60}[turn % 4];
+    const int64_t seq_len = std::array<int64_t, 4>{1, 17, 33, 40}[turn % 4];
     const Shape shape = {1, 2, group_size, head_dim, 1, seq_len, 0, kDtypes[turn % 4]};
     INFO(describe(shape));
     const int64_t part = seq_len / 4;

@@ -44,9 +44,14 @@ def operator(op: str) -> Any:
     return getattr(torch.ops.h2o, OPERATORS[op])
 
 
+def is_emulated() -> bool:
+    """Whether the operators are CUDA's, run on the CPU (see conftest.py): a thousand times slower."""
+    return bool(torch.ops.h2o.name == "h2o_emulated")
+
+
 def runs_cuda_operators(device: torch.device) -> bool:
-    """Whether the operators are CUDA's, on a GPU or emulated (see conftest.py)."""
-    return device.type == "cuda" or torch.ops.h2o.name == "h2o_emulated"
+    """Whether the operators are CUDA's, on a GPU or emulated."""
+    return device.type == "cuda" or is_emulated()
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:

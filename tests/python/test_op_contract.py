@@ -26,6 +26,7 @@ from op_helpers import (
     assert_bitwise,
     cache_laid_out,
     decode,
+    is_emulated,
     laid_out,
     operator,
     pad,
@@ -373,7 +374,7 @@ def decode_then_evict(
     ("backend", "dynamic"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)]
 )
 def test_compiled_equals_eager(backend: str, dynamic: bool, device: torch.device) -> None:
-    if backend == "inductor" and torch.ops.h2o.name == "h2o_emulated":
+    if backend == "inductor" and is_emulated():
         pytest.skip("slow, and aot_eager has met everything that is the operators' own")
     torch._dynamo.reset()
     compiled = torch.compile(decode_then_evict, fullgraph=True, dynamic=dynamic, backend=backend)

@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "emulator.h"
@@ -71,6 +72,18 @@ AccessChecker& checker() {
   return *cuda_emulation::access_checker;
 }
 
+std::tuple<std::vector<std::string>, std::vector<int64_t>> launch_log() {
+  std::tuple<std::vector<std::string>, std::vector<int64_t>> log;
+  for (const cuda_emulation::Launched& launch : cuda_emulation::launch_log()) {
+    std::get<0>(log).push_back(launch.kernel);
+    for (const std::size_t number :
+         {std::size_t{launch.blocks}, std::size_t{launch.threads}, launch.shared_bytes}) {
+      std::get<1>(log).push_back(static_cast<int64_t>(number));
+    }
+  }
+  return log;
+}
+
 c10::Dict<std::string, std::vector<int64_t>> traffic(bool writes) {
   c10::Dict<std::string, std::vector<int64_t>> lines;
   for (const auto& [line, of_line] : checker().traffic_by_line(writes)) {
@@ -96,6 +109,10 @@ TORCH_LIBRARY_FRAGMENT(h2o_emulated, m) {
   m.def("launches() -> int", [] { return static_cast<int64_t>(cuda_emulation::launches()); });
   m.def("switches() -> int",
         [] { return static_cast<int64_t>(cuda_emulation::thread_switches()); });
+  // Each launch since clear_launch_log(): the kernels' names, and blocks, threads and bytes of
+  // dynamic shared memory of each.
+  m.def("clear_launch_log() -> ()", [] { cuda_emulation::clear_launch_log(); });
+  m.def("launch_log() -> (str[] kernels, int[] sizes)", &launch_log);
   // Whether this is the checked build, which has the rest.
   m.def("is_checked() -> bool", [] { return cuda_emulation::access_checker != nullptr; });
   m.def("clear_traffic() -> ()", [] { checker().clear_traffic(); });

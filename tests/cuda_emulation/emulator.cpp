@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <unordered_map>
 #include <utility>
@@ -135,6 +136,7 @@ class Scheduler {
   bool ordered_before_now(unsigned other, unsigned clock);
 
   std::uint64_t seed = 0, switches = 0, launches = 0;
+  std::optional<std::vector<Launched>> log;
   std::unordered_map<const void*, std::size_t> shared_limits;
 
  private:
@@ -263,6 +265,10 @@ void Scheduler::run(const Launch& launch) {
 #endif
   launch_ = &launch;
   ++launches;
+  if (log) {
+    log->push_back({describe_code(launch.kernel), launch.grid.x * launch.grid.y * launch.grid.z,
+                    launch.block.x * launch.block.y * launch.block.z, launch.shared_bytes});
+  }
   gridDim = launch.grid;
   blockDim = launch.block;
   random_.seed(seed);
@@ -532,6 +538,11 @@ void run(const Launch& launch) {
   scheduler.run(launch);
 }
 std::uint64_t launches() { return scheduler.launches; }
+void clear_launch_log() { scheduler.log.emplace(); }
+const std::vector<Launched>& launch_log() {
+  static const std::vector<Launched> none;
+  return scheduler.log ? *scheduler.log : none;
+}
 std::uint64_t thread_switches() { return scheduler.switches; }
 
 void allow_shared_bytes(const void* kernel, std::size_t bytes) {

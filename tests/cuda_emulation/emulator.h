@@ -14,6 +14,7 @@
 #include <source_location>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 struct uint3 {
   unsigned x, y, z;
@@ -53,6 +54,15 @@ void set_seed(std::uint64_t seed);
 // Since the program began: kernels launched, and how often a thread was resumed.
 std::uint64_t launches();
 std::uint64_t thread_switches();
+
+// Each launch since clear_launch_log() was called, in order; none before it was called once.
+struct Launched {
+  std::string kernel;  // as describe_code() has it
+  unsigned blocks, threads;
+  std::size_t shared_bytes;
+};
+void clear_launch_log();
+const std::vector<Launched>& launch_log();
 
 // ---- Device memory ------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ struct DecodePlan {
   int32_t ranges;            // of kSlotRange slots, in the capacity
   int32_t ranges_per_split;  // for each block
   int32_t slots;             // that a block keeps weights of, a multiple of kWarpSize
-  int32_t weights, maximum, sum, factor, share, new_factor, total, output, join;
+  int32_t positions, weights, maximum, sum, factor, share, new_factor, total, output, join;
   int64_t elements;  // in all
 };
 
@@ -49,6 +49,7 @@ inline DecodePlan plan_decode_step(const Sizes& sizes, int32_t capacity, int32_t
     return static_cast<int32_t>(first);
   };
   take(int64_t{rounded_up(group_size, head_tile)} * plan.rounds * plan.width);  // the queries
+  plan.positions = take(plan.slots);
   plan.weights = take(int64_t{group_size} * plan.slots);
   plan.maximum = take(int64_t{plan.ranges_per_split} * group_size);
   plan.sum = take(int64_t{plan.ranges_per_split} * group_size);
@@ -123,6 +124,10 @@ struct DecodeBlock {
   __device__ int32_t position(int32_t slot) const {
     return slot < capacity() ? *step.cache.positions.at(row, head, slot) : -1;
   }
+  // Of the block's slots; -1 for an empty one.
+  __device__ int32_t* positions() const {
+    return reinterpret_cast<int32_t*>(memory + plan.positions);
+  }
   // The block's weights of a query head; index 0 is the first slot of its first range.
   __device__ A* weights(int32_t g) const { return memory + plan.weights + g * plan.slots; }
 
@@ -166,6 +171,7 @@ struct DecodeBlock {
     if (index >= plan.slots) return;
     const int32_t own_position = position(warp_slot + lane);
     const unsigned occupied = __ballot_sync(kAllLanes, own_position >= 0);
+    positions()[index + lane] = own_position;
     if (own_position < 0) {
       for (int32_t g = 0; g < group_size(); ++g) {
         weights(g)[index + lane] = -std::numeric_limits<A>::infinity();
@@ -285,7 +291,8 @@ struct DecodeBlock {
     constexpr int kJoined = joined_heads(kHeads);
     const int32_t warp_slot = range * kSlotRange + static_cast<int32_t>(threadIdx.x) - lane;
     const int32_t index = warp_slot - first_range * kSlotRange;
-    const unsigned occupied = __ballot_sync(kAllLanes, position(warp_slot + lane) >= 0);
+    const unsigned occupied =
+        __ballot_sync(kAllLanes, index < plan.slots && positions()[index + lane] >= 0);
     A* const join = memory + plan.join;
 #pragma unroll 1
     for (int32_t round = 0; round < plan.rounds; ++round) {
@@ -390,7 +397,7 @@ struct DecodeBlock {
     const bool is_sum = step.gqa_reduce == GqaReduce::kSum;
 #pragma unroll 1
     for (int32_t slot = threadIdx.x; slot < capacity(); slot += blockDim.x) {
-      const int32_t slot_position = position(slot);
+      const int32_t slot_position = step.splits == 1 ? positions()[slot] : position(slot);
       if (slot_position < 0) {
         scan.lowest_empty = Smallest()(scan.lowest_empty, slot);
         continue;

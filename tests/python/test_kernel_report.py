@@ -64,4 +64,4 @@ def test_a_step_is_one_launch_that_reads_keys_and_values_once(report: dict[str, 
         elements = step["row_heads"] * step["capacity"] + step["blocks"] * step["head_dim"]
         parts = 0 if alone else 2 * 4 * step["group_size"] * elements
         moved = step["read_bytes"] + step["written_bytes"] - step["score_bytes"] - parts
-        assert moved <= (1.05 if alone else 1.06) * step["floor_bytes"], step
+        assert moved <= (1.05 if alone else 1.07) * step["floor_bytes"], step

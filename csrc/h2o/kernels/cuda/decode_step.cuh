@@ -84,7 +84,7 @@ struct StepScan {
 //
 // Weights are normalised late: a slot's is exp(logit - maximum of its range), and a range's factor
 // exp(maximum of the range - maximum of all).
-template <typename T, int kVector, int kHeads>
+template <typename T, int kVector, int kHeads, bool kAligned>
 struct DecodeBlock {
   using A = Accumulator<T>;
 
@@ -152,9 +152,15 @@ struct DecodeBlock {
     for (int32_t u = 0; u < count; ++u) {
       const int32_t i = slot_of_warp(first + u);
       loaded[u] = {};
-      if (i < kWarpSize && (occupied >> i & 1u) != 0 && d < head_dim()) {
-        loaded[u] =
-            *reinterpret_cast<const Vector<T, kVector>*>(cache.at(row, head, warp_slot + i) + d);
+      if (i >= kWarpSize || (occupied >> i & 1u) == 0 || d >= head_dim()) continue;
+      const T* const source = cache.at(row, head, warp_slot + i) + d;
+      if constexpr (kAligned) {
+        loaded[u] = *reinterpret_cast<const Vector<T, kVector>*>(source);
+      } else {
+#pragma unroll
+        for (int32_t x = 0; x < kVector; ++x) {
+          if (d + x < head_dim()) loaded[u].elements[x] = source[x];
+        }
       }
     }
   }
@@ -550,11 +556,11 @@ struct DecodeBlock {
 };
 
 // One block per (row, KV head), or several, which take consecutive ranges of slots.
-template <typename T, int kVector, int kHeads>
+template <typename T, int kVector, int kHeads, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     decode_step(const __grid_constant__ DecodeStep<T> step,
                 const __grid_constant__ DecodePlan plan) {
-  DecodeBlock<T, kVector, kHeads>(step, plan).run();
+  DecodeBlock<T, kVector, kHeads, kAligned>(step, plan).run();
 }
 
 template <typename T>
@@ -564,24 +570,30 @@ struct DecodeKernel {
   int64_t shared_bytes;
 };
 
-template <int kVector, int kHeads, typename T>
+template <int kVector, int kHeads, bool kAligned, typename T>
 DecodeKernel<T> decode_kernel(const DecodeStep<T>& step) {
   const DecodePlan plan =
       plan_decode_step(step.sizes, step.cache.capacity, step.splits, kVector, kHeads);
-  return {decode_step<T, kVector, kHeads>, plan,
+  return {decode_step<T, kVector, kHeads, kAligned>, plan,
           static_cast<int64_t>(sizeof(DecodeShared)) +
               plan.elements * static_cast<int64_t>(sizeof(Accumulator<T>))};
 }
 
+// Neither the alignment nor the number of heads that are summed at once changes a bit of the
+// result; the size of a vector does, and depends on nothing but the type and the group.
 template <typename T>
 DecodeKernel<T> choose_decode_kernel(const DecodeStep<T>& step) {
-  if (!step.aligned) return decode_kernel<1, 4>(step);
+  constexpr int kWhole = kVectorSize<T>;
+  const int32_t group_size = step.sizes.group_size;
   if constexpr (!std::is_same_v<T, double>) {
-    if (step.sizes.group_size == 1) return decode_kernel<kVectorSize<T>, 1>(step);
     // Eight heads' sums of eight elements each would not leave enough registers.
-    if (step.sizes.group_size > 4) return decode_kernel<4, 8>(step);
+    if (group_size > 4) {
+      return step.aligned ? decode_kernel<4, 8, true>(step) : decode_kernel<4, 4, false>(step);
+    }
+    if (group_size == 1 && step.aligned) return decode_kernel<kWhole, 1, true>(step);
   }
-  return decode_kernel<kVectorSize<T>, 4>(step);
+  return step.aligned ? decode_kernel<kWhole, 4, true>(step)
+                      : decode_kernel<kWhole, 4, false>(step);
 }
 
 template <typename T>

@@ -120,7 +120,7 @@ def find_cuobjdump() -> Path | None:
 def short_name(name: str) -> str:
     """A demangled name without namespaces, return type and parameters."""
     name = re.sub(r"(void |h2o::cuda::|h2o::|c10::|\(anonymous namespace\)::)", "", name)
-    name = re.sub(r"\((?:int|long)\)", "", name)
+    name = re.sub(r"\((?:int|long)\)", "", name).replace("> >", ">>")
     depth = 0
     for i, character in enumerate(name):
         depth += {"<": 1, ">": -1}.get(character, 0)
@@ -275,7 +275,7 @@ def count_step(
 
 def _steps(kernels: Sequence[Kernel], quick: bool, console: Console) -> list[Step]:
     shapes = [(4, 128)] if quick else [(1, 128), (4, 64), (4, 80), (4, 96), (4, 128), (4, 256)]
-    shapes += [] if quick else [(8, 128)]
+    shapes += [] if quick else [(8, 128), (16, 128)]
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     cases = [(dtype, *shape) for dtype in dtypes for shape in shapes]
     steps = []

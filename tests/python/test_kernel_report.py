@@ -48,8 +48,12 @@ def test_keys_and_values_are_loaded_16_bytes_at_a_time(report: dict[str, Any]) -
     wide = {kernel["name"]: kernel["wide_loads"] for kernel in report["kernels"]}
     for dtype, elements in (("float", 4), ("Half", 8), ("BFloat16", 8), ("double", 2)):
         # Loops over keys and over values (of one block alone, and of several) unrolled by four.
-        assert wide[f"decode_step<{dtype}, {elements}, 4, true>"] >= 12
-    assert wide["decode_step<Half, 8, 4, false>"] == 0  # the one for cache tensors that are not aligned
+        vectors = f"DecodeVectors<{dtype}, {elements}, 4, true>"
+        assert wide[f"decode_step<{dtype}, {vectors}>"] >= 12
+    assert wide["decode_step<Half, DecodeMatrices<Half>>"] > 0
+    assert (
+        wide["decode_step<Half, DecodeVectors<Half, 8, 4, false>>"] == 0
+    )  # the one for cache tensors that are not aligned
 
 
 def test_a_step_is_one_launch_that_reads_keys_and_values_once(report: dict[str, Any]) -> None:

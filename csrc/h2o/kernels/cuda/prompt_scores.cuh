@@ -1,12 +1,7 @@
 #pragma once
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <mma.h>
-
 #include "h2o/kernels/cuda/block.cuh"
+#include "h2o/kernels/cuda/matrix.cuh"
 #include "h2o/kernels/gqa_reduce.h"
 
 // Scores of a prompt's tokens from 16-bit queries and keys, by tensor cores: what
@@ -16,20 +11,7 @@ namespace h2o::cuda {
 
 inline constexpr int kPromptTile = 64;
 inline constexpr int kPromptThreads = 256;
-inline constexpr int kMatrix = 16;  // a warp matrix is 16 x 16
 inline constexpr int kThreadsPerRow = kPromptThreads / kPromptTile;
-inline constexpr int kRowPadding = 8;  // elements, so that rows begin in different banks
-
-template <typename T>
-struct MatrixElement;
-template <>
-struct MatrixElement<c10::Half> {
-  using Type = half;
-};
-template <>
-struct MatrixElement<c10::BFloat16> {
-  using Type = __nv_bfloat16;
-};
 
 // A query of a tile is one head of the group for one token; a tile holds whole tokens only.
 // Followed by the tile of queries and the tile of keys, [kPromptTile][head_dim + kRowPadding] each.

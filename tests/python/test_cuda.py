@@ -278,12 +278,17 @@ def test_a_side_stream_waits_for_its_own_work_alone(chunk: int, device: torch.de
     expected = [t for step in steps for t in step()] + list(expected_state)
     state, steps = steps_on(device, chunk)
     late = state.clone()
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):  # once, so that later no memory must be had from the driver
+        warm = [t for step in steps for t in step()]
+    torch.cuda.synchronize()
+    del warm
     for tensor in state:
         tensor.zero_()
     torch.cuda.synchronize()
-    side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(500_000_000)  # about 0.3 s
         for own, tensor in zip(state, late, strict=True):
             own.copy_(tensor, non_blocking=True)
         results = [t for step in steps for t in step()]

@@ -13,54 +13,26 @@ import sys
 from collections.abc import Callable
 
 import torch
-from common import MODELS, ModelShape, ResultWriter, machine_line, measure
+from common import MODELS, ResultWriter, machine_line, measure
+from decode_cases import DTYPES, State, check_step, decode_bytes, full_caches, halves
 from torch import Tensor
 
-from h2o_kv import ops, reference
+from h2o_kv import ops
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Caches that take turns are at least this large together.
 _WORKING_SET = 256 * 2**20
-State = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def new_state(shape: ModelShape, capacity: int, dtype: torch.dtype) -> State:
-    """A full cache of one layer."""
-    sizes = (1, shape.num_kv_heads, capacity)
-    k, v = (torch.randn(*sizes, shape.head_dim).to(dtype) for _ in range(2))
-    positions = torch.arange(capacity, dtype=torch.int32).expand(sizes).contiguous()
-    return k, v, torch.rand(sizes), positions
-
-
-def check(
-    shape: ModelShape, state: State, query: Tensor, new: Tensor, counts: tuple[int, ...]
-) -> None:
-    """Stop where victims or outputs differ from the reference."""
-    exact = tuple(t.double() if t.is_floating_point() else t.clone() for t in state)
-    at = torch.tensor([[state[0].shape[2]]])
-    expected, left = reference.attention_decode(
-        query.double(), *exact, new.double(), new.double(), at, *counts
-    )
-    copy = tuple(t.clone() for t in state)
-    output, evicted = ops.attention_decode(query, *copy, new, new, at, *counts)
-    error = float((output.double() - expected).abs().max())
-    limit = 1e-5 if query.dtype == torch.float32 else 4e-2
-    if not torch.equal(evicted, left) or error > limit:
-        raise SystemExit(f"{shape.name}: differs from the reference, output error {error:.2g}")
-
-
-def stepper(
-    states: list[State], query: Tensor, new: Tensor, counts: tuple[int, ...]
-) -> Callable[[], object]:
+def stepper(states: list[State], query: Tensor, new: Tensor) -> Callable[[], object]:
     """A step of h2o on the next cache, at the next position."""
-    position = states[0][0].shape[2]
+    position = capacity = states[0][0].shape[2]
     turn = 0
 
     def step() -> object:
         nonlocal position, turn
         position, turn = position + 1, (turn + 1) % len(states)
         return ops.attention_decode(
-            query, *states[turn], new, new, torch.tensor([[position]]), *counts
+            query, *states[turn], new, new, torch.tensor([[position]]), *halves(capacity)
         )
 
     return step
@@ -105,15 +77,15 @@ def main() -> int:
             for dtype_name in args.dtype:
                 dtype = DTYPES[dtype_name]
                 row = shape.num_kv_heads * capacity * shape.head_dim * dtype.itemsize
-                bytes_moved = 2 * row + 8 * shape.num_kv_heads * capacity  # K, V; scores twice
                 count = max(2, min(64, _WORKING_SET // (2 * row)))
-                states = [new_state(shape, capacity, dtype) for _ in range(count)]
+                _, states = full_caches(
+                    count, 1, shape.num_kv_heads, capacity, shape.head_dim, dtype
+                )
                 query = torch.randn(1, shape.num_q_heads, 1, shape.head_dim).to(dtype)
                 new = torch.randn(1, shape.num_kv_heads, 1, shape.head_dim).to(dtype)
-                counts = (0, capacity // 2, capacity - capacity // 2)
-                check(shape, states[0], query, new, counts)
+                check_step(name, states[0], query, new)
                 timings = measure(
-                    {"h2o": stepper(states, query, new, counts), "sdpa": attender(states, query)},
+                    {"h2o": stepper(states, query, new), "sdpa": attender(states, query)},
                     repeats=15 if args.quick else args.repeats,
                 )
                 writer.write(
@@ -128,7 +100,7 @@ def main() -> int:
                         "capacity": capacity,
                     },
                     timing=timings["h2o"],
-                    num_bytes=bytes_moved,
+                    num_bytes=decode_bytes(states[0]),
                     baseline=timings["sdpa"],
                     baseline_name="sdpa, no scores, no eviction",
                 )

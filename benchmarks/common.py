@@ -229,7 +229,10 @@ class ResultWriter:
 
 
 def commit() -> str:
-    """Short hash of the checkout's commit, "-dirty" behind it if files differ; else "unknown"."""
+    """Short hash of the checkout's commit, "-dirty" behind it if files differ.
+
+    Where there is no repository: what H2O_COMMIT says, else "unknown".
+    """
     git = ["git", "-C", str(ROOT)]
     try:
         short = subprocess.run(
@@ -239,7 +242,7 @@ def commit() -> str:
             [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("H2O_COMMIT") or "unknown"
     return short + ("-dirty" if changed else "")
 
 

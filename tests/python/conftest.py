@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import h2o_kv
+from op_helpers import CUDA, EMULATED
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def load_emulated() -> str | None:
     return None
 
 
-@pytest.fixture(params=["cpu", "cuda", pytest.param("emulated", marks=pytest.mark.emulated)])
+@pytest.fixture(params=["cpu", CUDA, EMULATED])
 def device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[torch.device]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -35,6 +36,9 @@ OUTPUT_ATOL = {
 
 Counts = tuple[int, int, int]  # num_sink, num_heavy, num_recent
 
+# Values of the `device` fixture (conftest.py), for tests of the CUDA operators alone.
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
+EMULATED = pytest.param("emulated", marks=pytest.mark.emulated)
 
 OPERATORS = {"decode": "h2o_attention_decode", "evict": "h2o_evict", "select": "h2o_prefill_select"}
 
@@ -327,15 +331,30 @@ def assert_close(actual: Tensor, expected: Tensor, atol: float) -> None:
 
 
 def decode(
-    state: State, tokens: Tokens, counts: Counts, device: torch.device | str = "cpu", **options: Any
+    state: State,
+    tokens: Tokens,
+    counts: Counts,
+    device: torch.device | str = "cpu",
+    layouts: tuple[str, str] | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Run the operator on `device`; `state`, wherever it is, is what it was left in."""
+    """Run the operator on `device`; `state`, wherever it is, is what it was left in.
+
+    `layouts`: one of LAYOUTS and one of CACHE_LAYOUTS, that the operator gets tokens and cache in.
+    """
     moved = state if state.k_cache.device.type == torch.device(device).type else state.to(device)
     query, key, value, position = tokens.to(device)
+    view = None
+    if layouts is not None:
+        query, key, value = (laid_out(t, layouts[0]) for t in (query, key, value))
+        view = cache_laid_out(moved, layouts[1])
+        moved = view.state
     for name in ("alibi_slopes", "row_budget"):
         if options.get(name) is not None:
             options[name] = options[name].to(device)
     result = ops.attention_decode(query, *moved, key, value, position, *counts, **options)
+    if view is not None:
+        view.assert_rest_untouched()
     if moved is not state:
         for tensor, written in zip(state, moved, strict=True):
             tensor.copy_(written)
@@ -498,6 +517,7 @@ def check_calls(
     scale: float | None = None,
     alibi_slopes: Tensor | None = None,
     clear_share: float = 0.9,
+    layouts: tuple[str, str] | None = None,
     **options: Any,
 ) -> list[Step]:
     """Feed `width` columns at a time to the operator as one chunk, and to the reference the same.
@@ -515,7 +535,9 @@ def check_calls(
     for begin in range(0, tokens.num, width):
         new = tokens.columns(begin, min(begin + width, tokens.num))
         before, expected = state.clone(), state.clone()
-        output, evicted = decode(state, new, counts, device, chunk=width, **options)
+        output, evicted = decode(
+            state, new, counts, device, chunk=width, layouts=layouts, **options
+        )
         _, true_evicted, steps = reference_decode(expected, new, counts, chunk=width, **options)
         largest = max((s.scores.abs().max().item() for s in steps), default=0.0)
         tolerance = SCORE_TOLERANCE[dtype] * (group * width + 0.1 * largest)

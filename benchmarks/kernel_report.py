@@ -275,11 +275,13 @@ def count_step(
 
 def _steps(kernels: Sequence[Kernel], quick: bool, console: Console) -> list[Step]:
     shapes = [(4, 128)] if quick else [(1, 128), (4, 64), (4, 80), (4, 96), (4, 128), (4, 256)]
-    shapes += [] if quick else [(8, 128), (16, 128)]
+    shapes += [] if quick else [(8, 128)]
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    cases = [(dtype, *shape) for dtype in dtypes for shape in shapes]
+    cases = [(dtype, *shape, 512) for dtype in dtypes for shape in shapes]
+    # Tensor cores. In float32 values are read once for every 8 heads, from the caches.
+    cases += [] if quick else [(dtype, 16, 128, 2048) for dtype in dtypes[1:]]
     steps = []
-    for dtype, group_size, head_dim in track(cases, "emulated steps", console=console):
+    for dtype, group_size, head_dim, capacity in track(cases, "emulated steps", console=console):
         # One block for each (row, KV head), and then several.
         for multiprocessors in (1, 132):
             torch.ops.h2o_emulated.set_device(multiprocessors)
@@ -289,7 +291,7 @@ def _steps(kernels: Sequence[Kernel], quick: bool, console: Console) -> list[Ste
                     dtype=dtype,
                     group_size=group_size,
                     head_dim=head_dim,
-                    capacity=512,
+                    capacity=capacity,
                     row_heads=2,
                 )
             )
@@ -313,7 +315,7 @@ def _kernel_table(kernels: Iterable[Kernel]) -> Table:
 
 def _step_table(steps: Iterable[Step]) -> Table:
     table = Table(
-        "kernel", "dtype", "group", "head_dim", "launches", "blocks / head", "shared KiB",
+        "kernel", "dtype", "group", "head_dim", "slots", "launches", "blocks / head", "shared KiB",
         "blocks / SM", "warps / SM", "bytes / floor", box=box.MARKDOWN,
     )  # fmt: skip
     for step in steps:
@@ -322,6 +324,7 @@ def _step_table(steps: Iterable[Step]) -> Table:
             step.dtype,
             str(step.group_size),
             str(step.head_dim),
+            str(step.capacity),
             str(step.launches),
             str(step.blocks // step.row_heads),
             f"{step.shared_bytes / 1024:.1f}",
@@ -344,7 +347,7 @@ def main() -> int:
     parser.add_argument("--emulated", type=Path, default=EMULATED, help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
-    console = Console(width=160)  # the tables are Markdown
+    console = Console(width=190)  # the tables are Markdown
     library = Path(h2o_kv.__file__).parent / "libh2o.so"
     cuobjdump = find_cuobjdump()
     if not h2o_kv.build_info()["cuda"]:

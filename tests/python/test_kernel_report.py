@@ -61,11 +61,12 @@ def test_a_step_is_one_launch_that_reads_keys_and_values_once(report: dict[str, 
         pytest.skip("the checked emulation is not built (make test-cpp)")
     for step in report["steps"]:
         assert step["launches"] == 1, step
-        assert step["blocks_per_multiprocessor"] >= 2, step
+        # The weights of 16 heads at 2,048 slots fill most of the shared memory.
+        assert step["blocks_per_multiprocessor"] >= (2 if step["group_size"] <= 8 else 1), step
         alone = step["blocks"] == step["row_heads"]
-        # Blocks that share a head leave the group's weights and their parts of the output, 4 bytes
+        # Blocks that share a head each read the queries, and leave the group's weights and their parts of the output, 4 bytes
         # each, for the last one to read; they stay in the L2 cache.
         elements = step["row_heads"] * step["capacity"] + step["blocks"] * step["head_dim"]
         parts = 0 if alone else 2 * 4 * step["group_size"] * elements
         moved = step["read_bytes"] + step["written_bytes"] - step["score_bytes"] - parts
-        assert moved <= (1.05 if alone else 1.07) * step["floor_bytes"], step
+        assert moved <= (1.05 if alone else 1.08) * step["floor_bytes"], step

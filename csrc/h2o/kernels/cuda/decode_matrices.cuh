@@ -54,13 +54,12 @@ struct DecodeMatrices : DecodeBlock<T, DecodeMatrices<T>> {
   __device__ T* queries() const { return reinterpret_cast<T*>(sums() + kMaxWarps * kWarpElements); }
   __device__ int32_t query_stride() const { return plan.padded_dim + kRowPadding; }
 
+  // The thread's own from among those that the block has just loaded.
   __device__ void load_own_queries() const {
     const int32_t elements = rounded_up(group_size(), kMatrix) * plan.padded_dim;
     for (int32_t i = threadIdx.x; i < elements; i += blockDim.x) {
-      const int32_t g = i / plan.padded_dim, d = i % plan.padded_dim;
-      const bool present = g < group_size() && d < head_dim();
-      queries()[g * query_stride() + d] =
-          present ? step.query.at(row, q_head(g), step.column)[d] : static_cast<T>(0.0f);
+      queries()[i / plan.padded_dim * query_stride() + i % plan.padded_dim] =
+          static_cast<T>(memory[i]);
     }
   }
 

@@ -46,8 +46,8 @@ struct Inputs {
 };
 
 // Sets how many blocks share a (row, KV head): one, unless that leaves multiprocessors idle or the
-// weights do not fit into shared memory, where two blocks should fit at once. Returns false where
-// they fit in no way.
+// weights do not fit into shared memory; then so many that two blocks fit at once, if they can.
+// Returns false where they fit in no way.
 template <typename T>
 bool choose_splits(DecodeStep<T>& step) {
   DeviceLimits limits;
@@ -60,6 +60,7 @@ bool choose_splits(DecodeStep<T>& step) {
   const int64_t blocks = step.sizes.batch * step.sizes.num_kv_heads;
   const int64_t wanted = std::max<int64_t>(1, 2 * int64_t{limits.multiprocessors} / blocks);
   int64_t ranges_per_split = std::max<int64_t>(1, (ranges + wanted - 1) / wanted);
+  if (shared_bytes(ranges_per_split) <= limits.shared_bytes) return true;
   while (ranges_per_split > 1 && shared_bytes(ranges_per_split) > limits.shared_bytes / 2) {
     ranges_per_split = (ranges_per_split + 1) / 2;
   }

@@ -64,8 +64,8 @@ def test_a_step_is_one_launch_that_reads_keys_and_values_once(report: dict[str, 
         # The weights of 16 heads at 2,048 slots fill most of the shared memory.
         assert step["blocks_per_multiprocessor"] >= (2 if step["group_size"] <= 8 else 1), step
         alone = step["blocks"] == step["row_heads"]
-        # Blocks that share a head each read the queries, and leave the group's weights and their parts of the output, 4 bytes
-        # each, for the last one to read; they stay in the L2 cache.
+        # Blocks that share a head each read the queries, and leave the group's weights and their
+        # parts of the output, 4 bytes each, for the last one to read; they stay in the L2 cache.
         elements = step["row_heads"] * step["capacity"] + step["blocks"] * step["head_dim"]
         parts = 0 if alone else 2 * 4 * step["group_size"] * elements
         moved = step["read_bytes"] + step["written_bytes"] - step["score_bytes"] - parts

@@ -267,6 +267,15 @@ ValueError
   policy.attr("__module__") = "h2o_kv";
 }
 
+// Raises ValueError. The message begins with the name of a file, which may be no UTF-8.
+[[noreturn]] void fail_value(const std::invalid_argument& error) {
+  const std::string message = error.what();
+  const auto text = py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(
+      message.data(), static_cast<Py_ssize_t>(message.size()), "backslashreplace"));
+  if (text) PyErr_SetObject(PyExc_ValueError, text.ptr());
+  throw py::error_already_set();
+}
+
 void bind_config(py::module_& module) {
   py::class_<h2o::ModelConfig>(module, "ModelConfig", py::is_final(),
                                "The \"model\" part of a config, read-only.")
@@ -294,6 +303,8 @@ void bind_config(py::module_& module) {
       [](const std::filesystem::path& path) {
         try {
           return h2o::load_config(path);
+        } catch (const std::invalid_argument& error) {
+          fail_value(error);
         } catch (const std::system_error& error) {
           errno = error.code().value();  // FileNotFoundError, IsADirectoryError, ...
           PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());

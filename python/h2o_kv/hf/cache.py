@@ -164,6 +164,16 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         """Whether the capacity is known before the prompt."""
         return not self.settings.policy.has_ratio or self.settings.prompt_length is not None
 
+    def configured_window(self) -> int | None:
+        """Sliding window, in tokens, that the model's config gives to this layer; None = none."""
+        config = self.settings.config
+        layer_types = getattr(config, "layer_types", None)
+        if layer_types and layer_types[self.layer_idx] != "sliding_attention":
+            return None
+        if getattr(config, "use_sliding_window", None) is False:
+            return None
+        return getattr(config, "sliding_window", None) or None
+
     # ---- The step.
 
     def update(

@@ -335,6 +335,8 @@ def windowed_model(family: str) -> Any:
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     model.set_attn_implementation("h2o")
+    if model.config._attn_implementation != "h2o":
+        pytest.skip(f"the {family} of this transformers has attention classes of its own")
     return model
 
 

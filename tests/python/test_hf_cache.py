@@ -447,6 +447,26 @@ def test_prompt_length_must_fit_the_batch() -> None:
         forward(model, tokens(2, 9), cache)
 
 
+def test_a_budget_that_memory_cannot_hold_is_named() -> None:
+    model = tiny_model("llama")
+    cache = H2OCache(model.config, EvictionPolicy(num_heavy=2**31 - 1, num_recent=2**31 - 1))
+    # 2 KV heads of 1024 float64 elements: above the address space of the processors of today.
+    match = (
+        "^H2OCache: the budget must fit into memory, got 4294967294 tokens: 140737488.* GB of keys"
+    )
+    with pytest.raises(MemoryError, match=match):
+        cache.layers[0].lazy_initialization(torch.empty(1000, 2, 0, 1024, dtype=torch.float64))
+
+
+def test_a_prefill_chunk_may_be_any_number() -> None:
+    model, ids = tiny_model("llama"), tokens(1, 20)
+    logits = [
+        forward(model, ids, H2OCache(model.config, POLICY, prefill="streaming", prefill_chunk=n))
+        for n in (20, 10**30)
+    ]
+    assert torch.equal(*logits)
+
+
 def test_keys_and_values_of_different_head_dim_raise() -> None:
     layer = H2OCache(tiny_config("llama"), POLICY).layers[0]
     with pytest.raises(ValueError, match="must have the same head_dim, got 8 and 4"):

@@ -8,6 +8,7 @@ h2o_attention_decode.
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 from collections.abc import Sequence
@@ -296,7 +297,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _chunk(self, num_new: int) -> int:
         if num_new > 1 and self.settings.prefill == "streaming":
-            return self.settings.prefill_chunk
+            return min(self.settings.prefill_chunk, num_new)
         return max(num_new, 1)
 
     def _real_tokens(
@@ -386,10 +387,21 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
             ):
                 return
             score_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-            self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=self.device)
-            self.values = torch.zeros(*shape, head_dim, dtype=dtype, device=self.device)
-            self.scores = torch.zeros(shape, dtype=score_dtype, device=self.device)
-            self.positions = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+            try:
+                keys = torch.zeros(*shape, head_dim, dtype=dtype, device=self.device)
+                values = torch.zeros(*shape, head_dim, dtype=dtype, device=self.device)
+                scores = torch.zeros(shape, dtype=score_dtype, device=self.device)
+                positions = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+            except torch.OutOfMemoryError:
+                raise  # A device's own error says how much there is.
+            except RuntimeError as error:
+                num_bytes = 2 * math.prod((*shape, head_dim)) * dtype.itemsize
+                raise MemoryError(
+                    "H2OCache: the budget must fit into memory, got "
+                    f"{self.budget.total} tokens: {num_bytes / 1e9:.1f} GB of keys and values in "
+                    "each layer"
+                ) from error
+            self.keys, self.values, self.scores, self.positions = keys, values, scores, positions
             self.tokens_seen = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.batch_size = batch
         self.is_initialized = True

@@ -586,6 +586,7 @@ class H2OCache(Cache):  # type: ignore[misc]
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from h2o_kv import EvictionPolicy, H2OCache
+    >>> from h2o_kv.hf import cache_kwarg
     >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32,
     ...                      num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     >>> model = LlamaForCausalLM(config).eval()
@@ -593,7 +594,7 @@ class H2OCache(Cache):  # type: ignore[misc]
     >>> cache = H2OCache(model.config, EvictionPolicy(num_heavy=4, num_recent=4))
     >>> prompt = torch.arange(3, 23)[None]
     >>> with torch.no_grad():
-    ...     output = model(prompt, past_key_values=cache)
+    ...     output = model(prompt, **{cache_kwarg(model): cache})
     >>> cache.get_seq_length(), int(cache.tokens_kept()[0].max())
     (20, 8)
     """

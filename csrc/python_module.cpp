@@ -74,7 +74,8 @@ std::vector<py::object> by_keyword(
   std::vector<py::object> values;
   for (const auto& [name, value] : defaults) {
     known[name] = value;
-    names += (names.empty() ? "" : ", ") + std::string(name);
+    if (!names.empty()) names += ", ";
+    names += name;
     values.push_back(kwargs.contains(name) ? py::object(kwargs[name]) : value);
   }
   for (const auto& argument : kwargs) {

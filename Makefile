@@ -1,5 +1,6 @@
 # make demo | test: from a fresh checkout to the result; everything is installed into .venv, nothing outside it
-# (except the C++ tests' Catch2, which apt-get installs where it may).
+# except the demo's model, converted once into ~/.cache/h2o-kv (see docs/cli.md), and the C++ tests' Catch2, which apt-get
+# installs where it may.
 #
 #   make demo                          set up, then generate with the full and the H2O cache side by side
 #   make test                          set up, then every C++ and Python test

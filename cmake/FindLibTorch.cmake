@@ -7,7 +7,12 @@
 # LibTorch::LibTorch and, where torch was built with CUDA, LibTorch::CUDA. LibTorch::OpenMP is what at::parallel_for in
 # torch's headers is made of: the runtime that lies beside torch where its wheel brings one (a second one in the
 # process would not obey torch.set_num_threads), else the compiler's; a compiler without OpenMP leaves it out.
-if(NOT LibTorch_ROOT AND NOT DEFINED ENV{LibTorch_ROOT})
+if(LibTorch_ROOT)
+  set(libtorch_asked "Looked into LibTorch_ROOT, ${LibTorch_ROOT}.")
+elseif(DEFINED ENV{LibTorch_ROOT})
+  set(libtorch_asked "Looked into LibTorch_ROOT of the environment, $ENV{LibTorch_ROOT}.")
+else()
+  set(libtorch_asked "There is no Python to ask for its torch.")
   find_package(Python COMPONENTS Interpreter QUIET)
   if(Python_FOUND)
     # The second place is where torch lies if pip builds in isolation, which hides it from import.
@@ -17,6 +22,7 @@ import importlib.util, pathlib, sysconfig
 spec = importlib.util.find_spec("torch")
 print(pathlib.Path(spec.origin).parent if spec else pathlib.Path(sysconfig.get_path("purelib"), "torch"))]]
       OUTPUT_VARIABLE libtorch_of_python OUTPUT_STRIP_TRAILING_WHITESPACE)
+    set(libtorch_asked "Asked ${Python_EXECUTABLE}, whose torch would be ${libtorch_of_python}.")
   endif()
 endif()
 
@@ -43,12 +49,19 @@ if(LibTorch_INCLUDE_DIR)
   endif()
 endif()
 
+if(LibTorch_FIND_VERSION_EXACT)  # as the installed package of h2o asks
+  set(libtorch_advice "h2o was built with torch ${LibTorch_FIND_VERSION}: activate the environment that has it, or set LibTorch_ROOT to its folder.")
+else()
+  set(libtorch_advice "Install torch, then build with `pip install --no-build-isolation`, or set LibTorch_ROOT.")
+endif()
 include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(LibTorch
   REQUIRED_VARS LibTorch_torch_LIBRARY LibTorch_torch_cpu_LIBRARY LibTorch_c10_LIBRARY LibTorch_INCLUDE_DIR
                 LibTorch_API_INCLUDE_DIR
   VERSION_VAR LibTorch_VERSION
-  REASON_FAILURE_MESSAGE "Install torch, then build with `pip install --no-build-isolation`, or set LibTorch_ROOT.")
+  REASON_FAILURE_MESSAGE "${libtorch_asked} ${libtorch_advice}")
+unset(libtorch_asked)
+unset(libtorch_advice)
 
 if(LibTorch_FOUND)
   get_filename_component(LibTorch_LIBRARY_DIR ${LibTorch_torch_LIBRARY} DIRECTORY)

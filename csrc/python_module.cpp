@@ -8,10 +8,13 @@
 #include <cerrno>
 #include <cstdint>
 #include <filesystem>
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
+#include <vector>
 
 #include "h2o/config.h"
 #include "h2o/eviction_policy.h"
@@ -57,6 +60,36 @@ double to_number(const std::string& who, const std::string& name, py::handle val
   return number;
 }
 
+// The values of a call's arguments in the order of `defaults`, each by its name or left out.
+std::vector<py::object> by_keyword(
+    const std::string& who, const py::args& args, const py::kwargs& kwargs,
+    std::initializer_list<std::pair<const char*, py::object>> defaults) {
+  if (!args.empty()) {
+    throw py::type_error(who + ": arguments must be given by keyword, as in " +
+                         defaults.begin()->first + "=..., got " + std::to_string(args.size()) +
+                         " without one");
+  }
+  py::dict known;
+  std::string names;
+  std::vector<py::object> values;
+  for (const auto& [name, value] : defaults) {
+    known[name] = value;
+    if (!names.empty()) names += ", ";
+    names += name;
+    values.push_back(kwargs.contains(name) ? py::object(kwargs[name]) : value);
+  }
+  for (const auto& argument : kwargs) {
+    if (known.contains(argument.first)) continue;
+    const py::list nearest = py::module_::import("difflib").attr("get_close_matches")(
+        argument.first, known, /*n=*/1, /*cutoff=*/0.4);
+    throw py::type_error(
+        who + ": keywords must be among " + names + ", got " +
+        std::string(py::str(argument.first)) +
+        (nearest.empty() ? "" : "; did you mean " + std::string(py::str(nearest[0])) + "?"));
+  }
+  return values;
+}
+
 constexpr const char* kPolicy = "EvictionPolicy";
 
 h2o::EvictionPolicy make_policy(py::handle num_heavy, py::handle num_recent, py::handle num_sink,
@@ -98,6 +131,24 @@ h2o::Budget make_budget(py::handle num_sink, py::handle num_heavy, py::handle nu
           .num_recent = count("num_recent", num_recent)};
 }
 
+h2o::EvictionPolicy policy_by_keyword(const py::args& args, const py::kwargs& kwargs) {
+  const auto values = by_keyword(kPolicy, args, kwargs,
+                                 {{"num_heavy", py::none()},
+                                  {"num_recent", py::none()},
+                                  {"num_sink", py::int_(0)},
+                                  {"heavy_ratio", py::none()},
+                                  {"recent_ratio", py::none()},
+                                  {"gqa_reduce", py::str("sum")}});
+  return make_policy(values[0], values[1], values[2], values[3], values[4], values[5]);
+}
+
+h2o::Budget budget_by_keyword(const py::args& args, const py::kwargs& kwargs) {
+  const auto values = by_keyword(
+      "Budget", args, kwargs,
+      {{"num_sink", py::int_(0)}, {"num_heavy", py::int_(0)}, {"num_recent", py::int_(0)}});
+  return make_budget(values[0], values[1], values[2]);
+}
+
 py::tuple budget_state(const h2o::Budget& budget) {
   return py::make_tuple(budget.num_sink, budget.num_heavy, budget.num_recent);
 }
@@ -131,8 +182,7 @@ num_recent : int
     Tokens; the newest positions, never evicted.
 total : int
     Their sum: the slots that a cache needs.)")
-      .def(py::init(&make_budget), py::kw_only(), py::arg("num_sink") = 0, py::arg("num_heavy") = 0,
-           py::arg("num_recent") = 0)
+      .def(py::init(&budget_by_keyword))
       .def_readonly("num_sink", &h2o::Budget::num_sink)
       .def_readonly("num_heavy", &h2o::Budget::num_heavy)
       .def_readonly("num_recent", &h2o::Budget::num_recent)
@@ -178,7 +228,8 @@ gqa_reduce : {"sum", "max"}
 Raises
 ------
 TypeError
-    If an argument has the wrong type; ``True`` is no integer here.
+    If an argument has the wrong type (``True`` is no integer here), is unknown, or comes without
+    its keyword.
 ValueError
     If a value is out of range, if a count and its ratio are given both or neither, or if every
     count is 0.
@@ -194,11 +245,7 @@ Examples
 >>> policy = EvictionPolicy(heavy_ratio=0.1, recent_ratio=0.1, num_sink=4)
 >>> policy.resolve(1500)
 Budget(num_sink=4, num_heavy=150, num_recent=150))");
-  policy
-      .def(py::init(&make_policy), py::kw_only(), py::arg("num_heavy") = py::none(),
-           py::arg("num_recent") = py::none(), py::arg("num_sink") = 0,
-           py::arg("heavy_ratio") = py::none(), py::arg("recent_ratio") = py::none(),
-           py::arg("gqa_reduce") = "sum")
+  policy.def(py::init(&policy_by_keyword))
       .def_property_readonly(
           "num_heavy", [](const h2o::EvictionPolicy& self) { return self.options().num_heavy; },
           "int or None: heavy hitters, in tokens; None if a ratio was given.")
@@ -267,6 +314,15 @@ ValueError
   policy.attr("__module__") = "h2o_kv";
 }
 
+// Raises ValueError. The message begins with the name of a file, which may be no UTF-8.
+[[noreturn]] void fail_value(const std::invalid_argument& error) {
+  const std::string message = error.what();
+  const auto text = py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(
+      message.data(), static_cast<Py_ssize_t>(message.size()), "backslashreplace"));
+  if (text) PyErr_SetObject(PyExc_ValueError, text.ptr());
+  throw py::error_already_set();
+}
+
 void bind_config(py::module_& module) {
   py::class_<h2o::ModelConfig>(module, "ModelConfig", py::is_final(),
                                "The \"model\" part of a config, read-only.")
@@ -294,6 +350,8 @@ void bind_config(py::module_& module) {
       [](const std::filesystem::path& path) {
         try {
           return h2o::load_config(path);
+        } catch (const std::invalid_argument& error) {
+          fail_value(error);
         } catch (const std::system_error& error) {
           errno = error.code().value();  // FileNotFoundError, IsADirectoryError, ...
           PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());

@@ -7,8 +7,8 @@
 #include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <sstream>
 #include <stdexcept>
+#include <string>
 #include <system_error>
 
 namespace h2o {
@@ -31,18 +31,20 @@ std::string list_in_quotes(const Names& names) {
   return list;
 }
 
+// Text as a message quotes it: the start of a long one, not cut inside a UTF-8 sequence.
+std::string shortened(const std::string& text) {
+  constexpr size_t kMaxBytes = 80;
+  if (text.size() <= kMaxBytes) return text;
+  size_t end = kMaxBytes;
+  while ((text[end] & 0xC0) == 0x80) --end;
+  return text.substr(0, end) + "...";
+}
+
 // A value as a message shows it: containers by their kind, long text cut short.
 std::string shown(const Json& value) {
-  constexpr size_t kMaxBytes = 80;
   if (value.is_object()) return "an object";
   if (value.is_array()) return "an array";
-  std::string text = value.dump();
-  if (text.size() > kMaxBytes) {
-    size_t end = kMaxBytes;
-    while ((text[end] & 0xC0) == 0x80) --end;  // not inside a UTF-8 sequence
-    text = text.substr(0, end) + "...";
-  }
-  return text;
+  return shortened(value.dump());
 }
 
 std::string joined(const std::string& path, const std::string& key) {
@@ -69,7 +71,7 @@ class Section {
       if (keys_.count(key) != 0) continue;
       throw std::invalid_argument(file_ + ": " + (path_.empty() ? "the top level" : path_) +
                                   " must have only the keys " + list_in_quotes(keys) + ", got " +
-                                  in_quotes(key) + ": " + shown(value));
+                                  shown(key) + ": " + shown(value));
     }
   }
 
@@ -191,7 +193,7 @@ class KeyTracker {
   std::string path() const {
     std::string path;
     for (const Object& object : objects_) path = joined(path, object.current);
-    return path;
+    return shortened(path);
   }
 
  private:
@@ -204,8 +206,8 @@ class KeyTracker {
   std::vector<Object> objects_;  // those that are open, outermost first
 };
 
-// The parser's message after the first `start`, with bytes above ASCII escaped: it may quote a
-// piece of a broken UTF-8 sequence.
+// The parser's message after the first `start`, with bytes above ASCII escaped, since it may quote
+// a piece of a broken UTF-8 sequence, and with what it quotes cut short.
 std::string parser_message(const std::string& what, const std::string& start) {
   constexpr std::string_view kHex = "0123456789abcdef";
   std::string message;
@@ -217,7 +219,11 @@ std::string parser_message(const std::string& what, const std::string& start) {
       message += {'\\', 'x', kHex[byte >> 4], kHex[byte & 15]};
     }
   }
-  return message;
+  const size_t open = message.find('\''), close = message.rfind('\'');
+  if (open == std::string::npos) return message;
+  const size_t quoted = open + 1;
+  return message.substr(0, quoted) + shortened(message.substr(quoted, close - quoted)) +
+         message.substr(close);
 }
 
 // Where the parser stopped, both counted from 1. Its own message counts a line break as column 0 of
@@ -232,18 +238,24 @@ std::string line_and_column(std::string_view text, size_t bytes_read) {
 
 Json parse_json(std::string_view text, const std::string& file) {
   KeyTracker tracker(file);
+  const size_t nul = text.find('\0');  // which the parser takes for the end of the text
   try {
-    return Json::parse(text.begin(), text.end(),
-                       [&](int /*depth*/, Json::parse_event_t event, const Json& parsed) {
-                         return tracker(event, parsed);
-                       });
+    Json root = Json::parse(text.begin(), text.end(),
+                            [&](int /*depth*/, Json::parse_event_t event, const Json& parsed) {
+                              return tracker(event, parsed);
+                            });
+    if (nul == std::string_view::npos) return root;
   } catch (const Json::parse_error& error) {
-    throw std::invalid_argument(file + ": " + line_and_column(text, error.byte) + ": " +
-                                parser_message(error.what(), ": "));
+    if (error.byte <= nul) {
+      throw std::invalid_argument(file + ": " + line_and_column(text, error.byte) + ": " +
+                                  parser_message(error.what(), ": "));
+    }
   } catch (const Json::out_of_range& error) {  // a number that no double can hold
     throw std::invalid_argument(file + ": " + tracker.path() + ": " +
                                 parser_message(error.what(), "] "));
   }
+  throw std::invalid_argument(file + ": " + line_and_column(text, nul + 1) +
+                              ": syntax error - a NUL byte");
 }
 
 void read_model(const Section& model, ModelConfig& result) {
@@ -349,10 +361,15 @@ Config load_config(const std::filesystem::path& path) {
   errno = 0;
   std::ifstream file(path, std::ios::binary);
   if (!file) fail(errno != 0 ? errno : EIO);
-  std::ostringstream text;
-  text << file.rdbuf();
-  if (text.bad()) fail(EIO);
-  return parse_config(text.str(), path.string());
+  std::string text;
+  std::array<char, 4096> block;
+  // Read by read(), which tells an error from the end; operator<< of the buffer does not.
+  do {
+    file.read(block.data(), block.size());
+    text.append(block.data(), static_cast<size_t>(file.gcount()));
+  } while (file);
+  if (file.bad()) fail(errno != 0 ? errno : EIO);
+  return parse_config(text, path.string());
 }
 
 std::vector<std::string> known_config_keys() {

@@ -100,11 +100,17 @@ def load_config(path: str | os.PathLike[str]) -> Config:
     ------
     ValueError
         On a syntax error, an unknown or repeated key, a wrong type or a value out of range; the
-        message names the file, the key and the value.
+        message names the file, the key and the value. If no file can have the name.
     OSError
         If the file cannot be read.
     """
-    return _to_python(_C.load_config(path))
+    try:
+        file = os.fsencode(path)
+    except UnicodeEncodeError:
+        file = b"\0"
+    if b"\0" in file:
+        raise ValueError(f"load_config: path must be a name that a file can have, got {path!r}")
+    return _to_python(_C.load_config(file))
 
 
 def parse_config(text: str, name: str = "config") -> Config:
@@ -123,6 +129,8 @@ def parse_config(text: str, name: str = "config") -> Config:
 
     Raises
     ------
+    TypeError
+        text or name is no string.
     ValueError
         As for `load_config`.
 
@@ -135,7 +143,12 @@ def parse_config(text: str, name: str = "config") -> Config:
     >>> config.run.prefill
     'one_shot'
     """
-    return _to_python(_C.parse_config(text, name))
+    for argument, value in (("text", text), ("name", name)):
+        if not isinstance(value, str):
+            raise TypeError(f"parse_config: {argument} must be a string, got {value!r}")
+    # A lone surrogate, which is in no JSON, is left to the parser; messages show it escaped.
+    readable = name.replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
+    return _to_python(_C.parse_config(text.encode("utf-8", "surrogatepass"), readable))
 
 
 def _to_python(config: _C.Config) -> Config:

@@ -110,6 +110,8 @@ class SamplingOptions:
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"SamplingOptions: top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"SamplingOptions: seed must be >= 0 and < 2**64, got {self.seed}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -609,11 +611,15 @@ class _Sampler:
         """Token id chosen from logits [vocabulary]."""
         if self._options.temperature == 0:
             return int(logits.argmax())
-        values = logits.float().cpu() / self._options.temperature
+        values = logits.float().cpu()
+        # Below the smallest normal number the quotients would be 0 / 0; it is as good as greedy.
+        temperature = max(self._options.temperature, torch.finfo(values.dtype).tiny)
+        values = (values - values.max()) / temperature
         probabilities, order = torch.softmax(values, -1).sort(descending=True, stable=True)
         # A token stays while those before it have not reached top_p; the first always does.
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= self._options.top_p, 0)
+        leaves = probabilities.cumsum(-1) - probabilities >= self._options.top_p
+        leaves[0] = False
+        probabilities = probabilities.masked_fill(leaves, 0)
         place = torch.multinomial(probabilities, 1, generator=self._generator)
         return int(order[place])
 

@@ -38,6 +38,7 @@ __all__ = [
     "find_embedded_model",
     "is_converted",
     "load_model",
+    "resolve_device",
 ]
 
 DTYPES: dict[str, torch.dtype | str] = {
@@ -118,7 +119,7 @@ def load_model(
     attn_implementation : str
         Attention that the model runs: "h2o" for an `H2OCache`, or one of transformers' own.
     device : str or torch.device
-        Where the weights go.
+        Where the weights go: "cpu", "cuda", "cuda:<index>", or "auto", CUDA where there is one.
     progress : callable, optional
         Called with a text and a fraction (0 to 1) while the model loads.
 
@@ -133,7 +134,7 @@ def load_model(
     ModelLoadError
         The source is missing, unreachable or of another kind; the message says what to do.
     ValueError
-        `dtype` is none of those.
+        `dtype` or `device` is none of those, or PyTorch has no such device.
 
     Examples
     --------
@@ -141,6 +142,7 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise ValueError(f"load_model: dtype must be one of {_quoted(DTYPES)}, got {dtype!r}")
+    device = resolve_device(device)
     report = progress or _no_progress
     if source is None:
         embedded = find_embedded_model()
@@ -161,10 +163,43 @@ def load_model(
         model, tokenizer = _from_pretrained(
             name, location, dtype=DTYPES[dtype], attn_implementation=attn_implementation
         )
-    model.to(torch.device(device))
+    model.to(device)
     model.eval()
     report("loading weights", 1.0)
     return model, tokenizer
+
+
+def resolve_device(device: str | torch.device, *, name: str = "load_model: device") -> torch.device:
+    """The device that is meant, if PyTorch has it.
+
+    Parameters
+    ----------
+    device : str or torch.device
+        "cpu", "cuda", "cuda:<index>", or "auto": CUDA where there is one.
+    name : str
+        What messages call it.
+
+    Raises
+    ------
+    ValueError
+        It is none of those, or there is no such CUDA device.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f'{name} must be "auto", "cpu", "cuda" or "cuda:<index>", got {str(device)!r}'
+        )
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"{name} must be a device that PyTorch {torch.__version__} sees, got {str(device)!r} "
+            f"and {torch.cuda.device_count()} CUDA devices"
+        )
+    return found
 
 
 def convert_gguf(file: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:

@@ -16,7 +16,8 @@ where nothing else is said; accumulation is in float32 (float64 for float64). In
 strides. The four state tensors are written in place, through views too; head_dim must have stride 1
 there. Everything that is wrong raises before the first write: RuntimeError for tensors, ValueError
 for numbers and names, with the argument, the rule and the values in the message. The operators are
-for inference; a backward pass through them raises.
+for inference: a backward pass from an output or scores that they return raises, and what they write
+into the state carries no gradient, so a loss of k_cache, v_cache or scores does not reach their inputs.
 """
 
 from __future__ import annotations

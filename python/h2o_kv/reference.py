@@ -427,9 +427,10 @@ def _attention_weights(
     logits = scale * (query @ keys.T)
     distance = key_positions[None, :] - query_positions[:, None]
     logits = logits + slopes[:, None, None] * distance
-    if visible is not None:
-        logits = logits.masked_fill(~visible, -math.inf)
-    return torch.softmax(logits, dim=-1)
+    if visible is None:
+        return torch.softmax(logits, dim=-1)
+    weights = torch.softmax(logits.masked_fill(~visible, -math.inf), dim=-1)
+    return weights.masked_fill(~visible, 0.0)  # A NaN in a row is a NaN in what that row sees.
 
 
 @dataclass(frozen=True, eq=False)

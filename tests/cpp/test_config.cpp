@@ -233,6 +233,43 @@ TEST_CASE("a long value is cut between characters", "[config]") {
   check_refused(R"({"run": )" + start + "y\"}", "run must be an object, got " + start + "y...");
 }
 
+TEST_CASE("a long key or number is cut as a long value is", "[config]") {
+  const std::string letters(1000, 'k'), digits(100'000, '9');
+  const std::string start = "\"" + std::string(79, 'k') + "...";
+  check_refused(
+      "{\"" + letters + "\": 1}",
+      R"(the top level must have only the keys "$schema", "model", "policy", "run", got )" + start +
+          ": 1");
+  check_refused("{\"" + letters + "\": 1, \"" + letters + "\": 1}",
+                std::string(80, 'k') + "... must be given once, got it twice");
+  check_refused(run("\"seed\": " + digits),
+                "run.seed: number overflow parsing '" + std::string(80, '9') + "...'");
+  const std::string unquoted = "{\"run\": \"" + letters;
+  CHECK_THROWS_WITH(parse(unquoted),
+                    Catch::Matchers::StartsWith("test.json: line 1, column 1010") &&
+                        Catch::Matchers::EndsWith("kkk...'"));
+}
+
+TEST_CASE("a NUL byte is a syntax error, not the end of the text", "[config]") {
+  const auto text = [](const char* before, const char* after) {
+    return std::string(before) + '\0' + after;
+  };
+  struct Case {
+    std::string text, start;
+  };
+  const Case c = GENERATE_COPY(
+      Case{text(R"({"run": {"seed": 7}})", " no JSON {{{"),
+           "line 1, column 21: syntax error - a NUL byte"},
+      Case{text("{}\n", ""), "line 2, column 1: syntax error - a NUL byte"},
+      Case{text("", ""), "line 1, column 1: syntax error - a NUL byte"},
+      Case{text(R"({"run": {"seed": 7)", "}}"), "line 1, column 19: syntax error - a NUL byte"},
+      Case{text(R"({"model": {"name": "a)", "b\"}}"),
+           "line 1, column 22: syntax error - a NUL byte"},
+      Case{text("{]", ""), "line 1, column 2: syntax error while parsing object"});
+  CAPTURE(c.text);
+  CHECK_THROWS_WITH(parse(c.text), Catch::Matchers::StartsWith("test.json: " + c.start));
+}
+
 TEST_CASE("a syntax error is reported with line and column", "[config]") {
   struct Case {
     std::string text, start;  // what follows `start` is the JSON parser's own sentence
@@ -286,6 +323,14 @@ TEST_CASE("a file that cannot be read is a system error with its path", "[config
   };
   CHECK(code_of(missing) == ENOENT);
   CHECK(code_of(folder) == EISDIR);
+  // Opens, but nothing is mapped where reading begins.
+  const std::filesystem::path unreadable = "/proc/self/mem";
+  if (std::filesystem::exists(unreadable)) CHECK(code_of(unreadable) == EIO);
+}
+
+TEST_CASE("a file longer than what is read at once is read whole", "[config]") {
+  const TemporaryFile file("long", std::string(10'000, ' ') + R"({"run": {"seed": 5}})");
+  CHECK(h2o::load_config(file.path()).run.seed == 5);
 }
 
 TEST_CASE("the known keys are those that the parser takes", "[config]") {

@@ -32,7 +32,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator([TEXT] * 4, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token=_UNKNOWN, bos_token=_BEGIN, eos_token=_END
+        tokenizer_object=tokenizer,
+        unk_token=_UNKNOWN,
+        bos_token=_BEGIN,
+        eos_token=_END,
+        # transformers 4 would add token_type_ids, which no model here takes.
+        model_input_names=["input_ids", "attention_mask"],
     )
 
 

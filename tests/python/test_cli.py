@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def error_line(arguments: list[str], capsys: pytest.CaptureFixture[str], status:
     assert got == status
     captured = capsys.readouterr()
     assert captured.out == ""
-    lines = [line for line in captured.err.splitlines() if not line.endswith(" ...")]
+    lines = captured.err.splitlines()
     assert len(lines) == 1, captured.err
     return lines[0]
 
@@ -202,21 +203,28 @@ def test_every_option_overrides_the_file(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--heavy", "x"], r"argument --heavy: must be a count \(128\) or a part .*, got 'x'"),
-        (["--heavy", "1.5"], r"EvictionPolicy: heavy_ratio must be .*, got 1.5"),
-        (["--recent", "0.0"], r"EvictionPolicy: recent_ratio must be .*, got 0"),
-        (["--heavy", "-1"], r"EvictionPolicy: num_heavy must be >= 0, got -1"),
+        (["--heavy", "nan%"], r"argument --heavy: must be a count \(128\) or .*, got 'nan%'"),
+        (["--heavy", "1.5"], r"--heavy: policy.heavy.ratio must be .*, got 1.5"),
+        (["--recent", "0.0"], r"--recent: policy.recent.ratio must be .*, got 0.0"),
+        (["--heavy", "-1"], r"--heavy: policy.heavy.size must be .* from 0 to \d+, got -1"),
+        (["--sink", "-1"], r"--sink: policy.num_sink must be .* from 0 to \d+, got -1"),
         (["--heavy", "0", "--recent", "0"], r"EvictionPolicy: .* must be >= 1, got 0"),
         (["--sink", "1.5"], r"argument --sink: invalid int value: '1.5'"),
-        (["--max-new-tokens", "0"], r"--max-new-tokens must be >= 1, got 0"),
-        (["--prefill-chunk", "0"], r"--prefill-chunk must be >= 1, got 0"),
-        (["--seed", "-1"], r"--seed must be >= 0, got -1"),
-        (["--threads", "0"], r"--threads must be >= 1, got 0"),
-        (["--temperature", "-1"], r"SamplingOptions: temperature must be finite .*, got -1.0"),
-        (["--temperature", "nan"], r"SamplingOptions: temperature must be finite .*, got nan"),
-        (["--top-p", "0"], r"SamplingOptions: top_p must be in \(0, 1\], got 0.0"),
-        (["--device", "abacus"], r'--device must be "auto", "cpu" or "cuda\[:N\]", got .abacus.'),
-        (["--device", "meta"], r'--device must be "auto", "cpu" or "cuda\[:N\]", got .meta.'),
-        (["--device", "cuda:99"], r"--device cuda:99: PyTorch .* sees \d+ CUDA devices"),
+        (["--max-new-tokens", "0"], r"--max-new-tokens: run.max_new_tokens must be .*, got 0"),
+        (["--prefill-chunk", "0"], r"--prefill-chunk: run.prefill_chunk must be .*, got 0"),
+        (["--prefill-chunk", "9" * 20], r"--prefill-chunk: run.prefill_chunk must be .*, got .*"),
+        (["--seed", "-1"], r"--seed: run.seed must be an integer from 0 .*, got -1"),
+        (["--seed", str(2**64)], r"--seed: run.seed must be an integer from 0 .*, got .*"),
+        (["--threads", "0"], r"--threads: run.threads must be .*, got 0"),
+        (["--threads", "100000"], r"--threads: run.threads must be .*, got 100000"),
+        (["--temperature", "-1"], r"--temperature: run.temperature must be .* >= 0, got -1.0"),
+        (["--temperature", "nan"], r"argument --temperature: must be a finite number, got 'nan'"),
+        (["--top-p", "0"], r"--top-p: run.top_p must be a number > 0 and <= 1, got 0.0"),
+        (["--top-p", "x"], r"argument --top-p: must be a finite number, got 'x'"),
+        (["--device", "abacus"], r'--device must be "auto", "cpu", "cuda" or .*, got .abacus.'),
+        (["--device", "meta"], r'--device must be "auto", "cpu", "cuda" or .*, got .meta.'),
+        (["--device", "cuda:99"], r"--device must be .* sees, got 'cuda:99' and \d+ CUDA devices"),
+        (["--prompt", "\udcff\udcfe"], r"--prompt is no UTF-8 text: .*"),
         (["--dtype", "int8"], r"argument --dtype: invalid choice: 'int8' .*float32.*"),
         (["--compare", "both"], r"argument --compare: invalid choice: 'both' .*full.*local.*"),
         (["--prompt", "a", "--prompt-file", "b"], r"argument --prompt-file: not allowed with .*"),
@@ -259,6 +267,107 @@ def test_a_prompt_file_must_be_utf8(
         ["generate", "--model", folder, "--prompt-file", str(tmp_path / "prompt")], capsys
     )
     assert_matches(rf"h2o-kv generate: {tmp_path}/prompt is no UTF-8 text: .*", line)
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--prompt-file"])
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_standard_input_must_be_utf8(
+    option: str,
+    errors: str,
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"a\xff\xfeb"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    line = error_line(["generate", "--model", folder, option, "-"], capsys)
+    assert_matches(r"h2o-kv generate: standard input is no UTF-8 text: .*", line)
+    monkeypatch.setattr(sys, "stdin", None)
+    line = error_line(["generate", "--model", folder, option, "-"], capsys)
+    assert line == "h2o-kv generate: standard input is closed"
+
+
+def test_a_device_in_the_config_is_named_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    file.write_text('{"run": {"device": "cuda:99"}}')
+    line = error_line(["generate", "--config", str(file)], capsys)
+    assert_matches(rf"h2o-kv generate: {file}: run.device must be .*, got 'cuda:99' .*", line)
+
+
+def test_an_unloadable_model_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{")
+    line = error_line(["generate", "--model", str(tmp_path), "--prompt", "a"], capsys)
+    assert_matches(rf"h2o-kv generate: load_model: cannot load {tmp_path}: .*", line)
+
+
+def test_a_budget_that_cannot_be_allocated_is_one_line(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zeros = torch.zeros
+
+    def little_memory(*shape: Any, **kwargs: Any) -> torch.Tensor:
+        if 2_000_000_000 in shape or 2_000_000_000 in shape[0]:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory\n" * 2)
+        return zeros(*shape, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", little_memory)
+    options = ["--heavy", "1999999999", "--recent", "1", "--json"]
+    line = error_line(["generate", "--model", folder, "--prompt", "a", *options], capsys)
+    assert line == (
+        "h2o-kv generate: H2OCache: the budget must fit into memory, got 2000000000 tokens: "
+        "256.0 GB of keys and values in each layer"
+    )
+
+
+def test_a_window_that_no_policy_can_have_is_one_line(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--heavy", "2000000000", "--recent", "2000000000", "--compare", "local"]
+    line = error_line(["generate", "--model", folder, "--prompt", "a", *options], capsys)
+    assert_matches(r"h2o-kv generate: EvictionPolicy: num_recent must be <= .*", line)
+
+
+def run_program(*arguments: str, shell: str = "", **environment: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of h2o-kv in a process of its own."""
+    command = f'exec "$0" -m h2o_kv.cli "$@" {shell}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, *arguments],
+        capture_output=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"], ["trace"]])
+def test_an_output_that_cannot_be_written_is_one_line(arguments: list[str]) -> None:
+    status, _, err = run_program(*arguments, shell="> /dev/full")
+    reason = "cannot write standard output: No space left on device"
+    assert err == f"h2o-kv {arguments[0]}: {reason}\n"
+    assert status == 2
+
+
+def test_a_closed_output_is_one_line() -> None:
+    assert run_program("trace", shell=">&-") == (2, "", "h2o-kv: standard output is closed\n")
+
+
+def test_letters_that_the_output_lacks_are_escaped(folder: str) -> None:
+    options = ["--prompt", "héllo", "--max-new-tokens", "2"]
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    status, out, _ = run_program("generate", "--model", folder, *options, "--json", **ascii_only)
+    assert status == 0
+    assert out.isascii()
+    assert json.loads(out)["prompt"]["text"] == tiny_tokenizer().decode(
+        tiny_tokenizer()("héllo")["input_ids"]
+    )
+    status, out, _ = run_program("generate", "--model", folder, *options, **ascii_only)
+    assert status == 0
+    assert "KV bytes" in out
 
 
 def test_chat_needs_a_template(
@@ -496,12 +605,45 @@ def test_compare_shows_both_texts_side_by_side(
     assert "first " in out.rsplit("same tokens as full", 1)[1]
 
 
+def test_the_docs_have_every_row_of_the_table(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = []
+
+    def table(results: Any) -> Any:
+        tables.append(make_table(results))
+        return tables[-1]
+
+    make_table = generate_command._table
+    monkeypatch.setattr(generate_command, "_table", table)
+    options = ["--compare", "--max-new-tokens", "2"]
+    assert main(["generate", "--model", folder, "--prompt", TEXT, *options]) == 0
+    docs = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    rows = docs.partition("\n| row | meaning |\n")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1].strip() for line in rows.splitlines()[1:]]
+    names = list(tables[0].columns[0].cells)
+    joined = "ms per token (median)", "tokens per s"
+    i = names.index(joined[0])
+    assert cells == [*names[:i], ", ".join(joined), *names[i + 2 :]]
+
+
 def test_a_budget_that_evicts_nothing_is_noted(
     folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--heavy", "400", "--recent", "1", "--max-new-tokens", "4"]
     assert main(["generate", "--model", folder, "--prompt", TEXT, *options]) == 0
     assert "note: H2O: the budget held every token, none was evicted" in capsys.readouterr().err
+
+
+def test_parts_of_a_short_prompt_are_noted(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "--model", folder, "--prompt", "let there be light"]
+    length = len(tiny_tokenizer()("let there be light")["input_ids"])
+    assert main([*arguments, "--heavy", "10%", "--recent", "3", "--max-new-tokens", "4"]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    total = max(length // 10, 1) + 3
+    assert (
+        f"note: H2O: the budget was {total} tokens, as it is a part of a prompt of {length}" in err
+    )
+    assert main([*arguments, "--heavy", "3", "--recent", "3", "--max-new-tokens", "4"]) == 0
+    assert "the budget was" not in capsys.readouterr().err
 
 
 def test_a_prompt_beyond_the_models_positions_is_noted(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -314,6 +315,57 @@ def test_a_file_that_cannot_be_read_is_an_os_error(tmp_path: Path) -> None:
     assert missing.value.filename == str(tmp_path / "missing.json")
     with pytest.raises(IsADirectoryError):
         load_config(str(tmp_path))
+
+
+def test_a_file_that_stops_being_readable_is_an_os_error() -> None:
+    unreadable = Path("/proc/self/mem")  # opens, but nothing is mapped where reading begins
+    if not unreadable.exists():
+        pytest.skip("this system has no /proc")
+    with pytest.raises(OSError) as error:
+        load_config(unreadable)
+    assert error.value.filename == str(unreadable)
+
+
+def test_a_nul_character_is_a_syntax_error() -> None:
+    with pytest.raises(ValueError, match="^config: line 1, column 20: syntax error - a NUL byte$"):
+        parse_config('{"run": {"seed": 7}\0 no JSON')
+
+
+def test_a_long_number_is_cut() -> None:
+    with pytest.raises(ValueError) as error:
+        parse_config('{"run": {"seed": ' + "9" * 100_000 + "}}")
+    assert str(error.value).endswith("'" + "9" * 80 + "...'")
+
+
+@pytest.mark.parametrize("as_bytes", [True, False])
+def test_a_file_name_that_is_no_utf8_is_told_with_the_key(tmp_path: Path, as_bytes: bool) -> None:
+    path = os.fsencode(tmp_path) + b"/caf\xe9.json"
+    try:
+        Path(os.fsdecode(path)).write_text('{"run": {"seeds": 1}}')
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    with pytest.raises(ValueError) as error:
+        load_config(path if as_bytes else os.fsdecode(path))  # type: ignore[arg-type]
+    message = str(error.value)
+    assert message.startswith(f"{tmp_path}/caf\\xe9.json: run must have only the keys ")
+    assert message.endswith('got "seeds": 1')
+
+
+@pytest.mark.parametrize("path", ["a\0b.json", "\ud800.json"])
+def test_a_name_that_no_file_can_have_is_a_value_error(path: str) -> None:
+    message = f"load_config: path must be a name that a file can have, got {path!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_config(path)
+
+
+def test_lone_surrogates_and_nul_characters_are_no_riddles() -> None:
+    with pytest.raises(ValueError, match=r"^config: line 1, column 17: .*invalid string"):
+        parse_config('{"model": {"nam\ud800": 1}}')
+    with pytest.raises(ValueError, match=r"^a\\0b\\udcff: the top level must be an object"):
+        parse_config("[]", "a\0b\udcff")
+    for arguments, name in (((b"{}",), "text"), ((None,), "text"), (("{}", 1), "name")):
+        with pytest.raises(TypeError, match=f"^parse_config: {name} must be a string, got "):
+            parse_config(*arguments)
 
 
 def test_the_version_and_the_build_are_known() -> None:

@@ -179,12 +179,38 @@ def test_a_policy_cannot_be_changed(name: str) -> None:
 
 
 def test_arguments_have_to_be_named() -> None:
-    with pytest.raises(TypeError):
+    message = "arguments must be given by keyword, as in"
+    with pytest.raises(
+        TypeError, match=refused(f"EvictionPolicy: {message} num_heavy=..., got 2 without one")
+    ):
         EvictionPolicy(128, 128)  # type: ignore[call-arg]
-    with pytest.raises(TypeError):
+    with pytest.raises(
+        TypeError, match=refused(f"Budget: {message} num_sink=..., got 3 without one")
+    ):
         Budget(1, 2, 3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError):
-        EvictionPolicy(num_heavy=1, num_recent=1, num_heavvy=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("keyword", "nearest"),
+    [
+        ("heavy", "num_heavy"),
+        ("sink", "num_sink"),
+        ("recent_ration", "recent_ratio"),
+        ("gqa", "gqa_reduce"),
+        ("xyzzy", None),
+    ],
+)
+def test_an_unknown_keyword_is_told_with_the_nearest_one(keyword: str, nearest: str | None) -> None:
+    message = (
+        "EvictionPolicy: keywords must be among num_heavy, num_recent, num_sink, heavy_ratio, "
+        f"recent_ratio, gqa_reduce, got {keyword}"
+    )
+    if nearest is not None:
+        message += f"; did you mean {nearest}?"
+    with pytest.raises(TypeError, match=refused(message)):
+        EvictionPolicy(**{"num_recent": 1, keyword: 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^Budget: keywords must be among num_sink, .*, got heavy"):
+        Budget(heavy=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

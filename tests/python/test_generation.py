@@ -193,6 +193,15 @@ def test_sampling_follows_the_probabilities_inside_top_p() -> None:
     assert share(1.0, temperature=0.5) == pytest.approx(squares.tolist(), abs=0.04)
 
 
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(1e-38, 1.0), (1e-320, 1.0), (1.0, 1e-46), (1e-38, 1e-320)]
+)
+def test_the_smallest_temperature_and_top_p_are_greedy(temperature: float, top_p: float) -> None:
+    sampler = generation._Sampler(SamplingOptions(temperature=temperature, top_p=top_p))
+    logits = torch.tensor([0.0, 9.0, -torch.inf, 8.99, -9.0])
+    assert [sampler.choose(logits) for _ in range(5)] == [1] * 5
+
+
 def test_a_seed_gives_every_run_the_same_draws() -> None:
     model = tiny_model("llama")
     sampling = SamplingOptions(temperature=1.5, seed=5)
@@ -325,6 +334,8 @@ def test_a_spec_is_checked(options: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         ({"temperature": -0.1}, "temperature must be finite and >= 0, got -0.1"),
+        ({"seed": -1}, r"seed must be >= 0 and < 2\*\*64, got -1"),
+        ({"seed": 2**64}, r"seed must be >= 0 and < 2\*\*64, got 18446744073709551616"),
         ({"temperature": float("inf")}, "temperature must be finite and >= 0, got inf"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.1}, r"top_p must be in \(0, 1\], got 1.1"),

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -309,6 +315,64 @@ def test_mistral_s_window_raises_when_it_would_hide_a_token() -> None:
     mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
     with pytest.raises(NotImplementedError, match="got sliding_window=10 and 11 tokens"):
         forward(model, ids[:, :1], cache, mask)
+
+
+def windowed_model(family: str) -> Any:
+    """A model that tells its window of 6 tokens to its mask and to transformers' caches alone."""
+    special: dict[str, dict[str, Any]] = {
+        "phimoe": dict(num_local_experts=2, num_experts_per_tok=2, intermediate_size=48),
+        "moshi": dict(head_dim=8, num_codebooks=2, ffn_dim=48),
+    }
+    config = CONFIG_MAPPING[family](
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        sliding_window=6,
+        **special[family],
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.set_attn_implementation("h2o")
+    if model.config._attn_implementation != "h2o":
+        pytest.skip(f"the {family} of this transformers has attention classes of its own")
+    return model
+
+
+@pytest.mark.parametrize("in_one_forward", [True, False])
+@pytest.mark.parametrize("family", ["phimoe", "moshi"])
+def test_a_window_in_the_config_alone_raises_when_it_would_hide_a_token(
+    family: str, in_one_forward: bool
+) -> None:
+    model, ids = windowed_model(family), tokens(1, 7)
+    cache = H2OCache(model.config, POLICY)
+    match = "got sliding_window=6 and 7 tokens; set config.sliding_window = None"
+    if in_one_forward:
+        with pytest.raises(NotImplementedError, match=match):
+            forward(model, ids, cache)
+        return
+    forward(model, ids[:, :4], cache)
+    for i in range(4, 6):
+        forward(model, ids[:, i : i + 1], cache)
+    with pytest.raises(NotImplementedError, match=match):
+        forward(model, ids[:, 6:], cache)
+
+
+def test_a_window_that_the_config_switches_off_hides_nothing() -> None:
+    model = windowed_model("phimoe")
+    model.config.use_sliding_window = False
+    cache = H2OCache(model.config, POLICY)
+    forward(model, tokens(1, 4), cache)
+    for i in range(6):
+        forward(model, tokens(1, 1, seed=i), cache)
+    cache.reset()
+    model.config.use_sliding_window = True
+    model.config.sliding_window = None
+    forward(model, tokens(1, 10), cache)
+    model.config.sliding_window = 6
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    assert [layer.configured_window() for layer in cache.layers] == [None, 6]
 
 
 def test_output_attentions_is_refused() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -355,6 +356,28 @@ def test_fork_of_nothing_raises() -> None:
     _, cache = filled()
     with pytest.raises(ValueError, match="fork: n must be >= 1, got 0"):
         cache.fork(0)
+    for n in (1.5, True, "2"):
+        with pytest.raises(TypeError, match=f"^H2OCache.fork: n must be an integer, got {n!r}$"):
+            cache.fork(n)
+
+
+def test_saving_raises() -> None:
+    _, cache = filled()
+    with pytest.raises(NotImplementedError, match="^H2OCache.save: .* is not supported yet"):
+        cache.save("session.safetensors")
+    with pytest.raises(NotImplementedError, match="^H2OCache.load: .* is not supported yet"):
+        H2OCache.load("session.safetensors", cache._settings.config)
+
+
+@pytest.mark.parametrize("lengths", [(9, 8), torch.tensor([9, 8]), np.array([9, 8])])
+def test_prompt_length_takes_any_integers(lengths: Any) -> None:
+    model = tiny_model("llama")
+    ratios = EvictionPolicy(heavy_ratio=0.25, recent_ratio=0.5)
+    cache = H2OCache(model.config, ratios, prompt_length=lengths)
+    forward(model, tokens(2, 9), cache)
+    assert cache.budgets is not None
+    assert [budget.num_recent for budget in cache.budgets] == [4, 4]
+    assert H2OCache(model.config, ratios, prompt_length=lengths[0])
 
 
 def test_a_deep_copy_belongs_to_the_same_model() -> None:
@@ -379,6 +402,20 @@ def test_a_deep_copy_belongs_to_the_same_model() -> None:
         ({"prompt_length": 0}, ValueError, "prompt_length must be >= 1 in every row, got 0"),
         ({"prompt_length": [3, 0]}, ValueError, r"in every row, got \[3, 0\]"),
         ({"prompt_length": []}, ValueError, "prompt_length must be >= 1"),
+        ({"prefill_chunk": 2.5}, TypeError, "prefill_chunk must be an integer, got 2.5"),
+        ({"prefill_chunk": True}, TypeError, "prefill_chunk must be an integer, got True"),
+        ({"prompt_length": "9"}, TypeError, "prompt_length must be an integer, got '9'"),
+        ({"prompt_length": 9.5}, TypeError, r"prompt_length must be an integer, got 9\.5"),
+        ({"prompt_length": True}, TypeError, "prompt_length must be an integer, got True"),
+        ({"prompt_length": [9, 8.5]}, TypeError, r"prompt_length must be an integer, got 8\.5"),
+        (
+            {"dtype": "float16"},
+            TypeError,
+            r"dtype must be one of torch.float32, torch.float16, torch.bfloat16, torch.float64, "
+            "got 'float16'",
+        ),
+        ({"dtype": torch.int8}, ValueError, "dtype must be one of torch.float32, .*got torch.int8"),
+        ({"config": "llama"}, TypeError, "config must be that of a model, .* got 'llama'"),
         ({"config": BartConfig()}, ValueError, r"got is_encoder_decoder=True \(bart\)"),
         (
             {"config": BartConfig(is_encoder_decoder=False, add_cross_attention=True)},
@@ -398,7 +435,7 @@ def test_a_deep_copy_belongs_to_the_same_model() -> None:
     ],
 )
 def test_bad_arguments_raise(arguments: dict[str, Any], error: type, match: str) -> None:
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=f"^H2OCache: .*{match}"):
         H2OCache(**{"config": tiny_config("llama"), "policy": POLICY, **arguments})
 
 
@@ -408,6 +445,26 @@ def test_prompt_length_must_fit_the_batch() -> None:
     cache = H2OCache(model.config, ratios, prompt_length=[9, 9, 9])
     with pytest.raises(ValueError, match="prompt_length must have one entry a row = 2, got 3"):
         forward(model, tokens(2, 9), cache)
+
+
+def test_a_budget_that_memory_cannot_hold_is_named() -> None:
+    model = tiny_model("llama")
+    cache = H2OCache(model.config, EvictionPolicy(num_heavy=2**31 - 1, num_recent=2**31 - 1))
+    # 2 KV heads of 1024 float64 elements: above the address space of the processors of today.
+    match = (
+        "^H2OCache: the budget must fit into memory, got 4294967294 tokens: 140737488.* GB of keys"
+    )
+    with pytest.raises(MemoryError, match=match):
+        cache.layers[0].lazy_initialization(torch.empty(1000, 2, 0, 1024, dtype=torch.float64))
+
+
+def test_a_prefill_chunk_may_be_any_number() -> None:
+    model, ids = tiny_model("llama"), tokens(1, 20)
+    logits = [
+        forward(model, ids, H2OCache(model.config, POLICY, prefill="streaming", prefill_chunk=n))
+        for n in (20, 10**30)
+    ]
+    assert torch.equal(*logits)
 
 
 def test_keys_and_values_of_different_head_dim_raise() -> None:

@@ -4,6 +4,7 @@ fed with the same queries, keys and values when something does."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from hf_models import (
     tiny_model,
     tokens,
 )
+from model_files import TEXT, save_tiny_model
 
 AMPLE = EvictionPolicy(num_heavy=40, num_recent=40)
 SMALL = EvictionPolicy(num_heavy=4, num_recent=3, num_sink=1)
@@ -451,3 +453,18 @@ def test_decode_step_compiles_to_one_graph_without_recompiling() -> None:
     assert len(graphs) <= 2
     assert kept(compiled, 0) == kept(plain, 0)
     torch._dynamo.reset()
+
+
+# ---- The documentation.
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("file", ["README.md", "docs/huggingface.md"])
+def test_the_example_runs_without_a_warning_and_holds_its_budget(file: str, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
+    example = text.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {"path": str(save_tiny_model(tmp_path)), "prompt": TEXT}
+    exec(example, names)
+    assert int(names["cache"].tokens_kept()[0].max()) <= 256
+    assert names["output"].shape[1] - names["inputs"]["input_ids"].shape[1] in range(1, 201)
+    assert "{cache_kwarg(model): cache}" in example

@@ -23,6 +23,7 @@ from h2o_kv.models import (
     find_embedded_model,
     is_converted,
     load_model,
+    resolve_device,
 )
 from model_files import TEXT, save_tiny_model, tiny_tokenizer, write_tiny_gguf
 
@@ -104,6 +105,33 @@ def test_another_dtype_is_refused(folder: Path) -> None:
     message = 'load_model: dtype must be one of "float32", "bfloat16", .*, got \'int8\''
     with pytest.raises(ValueError, match=message):
         load_model(folder, dtype="int8")
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:x", ""])
+def test_another_device_is_refused(folder: Path, device: str) -> None:
+    message = 'load_model: device must be "auto", "cpu", "cuda" or "cuda:<index>", got '
+    with pytest.raises(ValueError, match=f"^{message}'{device}'$"):
+        load_model(folder, device=device)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")])
+def test_a_device_that_is_not_there_is_refused(
+    folder: Path, device: str | torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    message = (
+        f"^load_model: device must be a device that .* sees, got '{device}' and 0 CUDA devices$"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_model(folder, device=device)
+
+
+def test_an_automatic_device_is_one_that_is_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert load_model(folder, device="auto")[0].device == torch.device("cpu")
+    assert resolve_device(torch.device("cpu")) == torch.device("cpu")
 
 
 def test_progress_goes_from_its_start_to_one(folder: Path) -> None:

@@ -217,13 +217,14 @@ def test_a_backward_pass_raises(device: torch.device) -> None:
         scores.sum().backward()
 
 
-def test_what_evict_writes_is_detached(device: torch.device) -> None:
-    # It has no floating-point result that a backward pass could start from.
+@pytest.mark.parametrize("op", ["decode", "evict"])
+def test_what_is_written_is_detached(op: str, device: torch.device) -> None:
     state, tokens = inputs(device=device)
-    key = tokens.key.clone().requires_grad_()
-    evicted = ops.evict(*call_of("evict", state, tokens._replace(key=key)))
-    assert not evicted.requires_grad
+    key, value = (tensor.clone().requires_grad_() for tensor in (tokens.key, tokens.value))
+    result = operator(op)(*call_of(op, state, tokens._replace(key=key, value=value)))
     assert not any(tensor.requires_grad for tensor in state)
+    # evict has no floating-point result that a backward pass could start from.
+    assert any(tensor.requires_grad for tensor in tensors_of(result)) == (op == "decode")
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

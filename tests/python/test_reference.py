@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from h2o_kv import reference, trace
+from h2o_kv import ops, reference, trace
 from h2o_kv.cli import trace as trace_command
 from h2o_kv.reference import Step
 
@@ -445,6 +445,18 @@ def test_alibi_adds_slope_times_distance() -> None:
     )
     assert selected[0, 0].tolist() == list(range(12))
     close(scores[0, 0], weights.sum((0, 1)), 1e-6)
+
+
+def test_a_nan_reaches_only_what_its_token_sees() -> None:
+    tokens = peaked_tokens(1, 1, 1, 6)
+    tokens.query[0, 0, 2] = NAN
+    _, scores = reference.prefill_select(tokens.query, tokens.key, tokens.position, 0, 6, 0)
+    assert scores[0, 0].isnan().tolist() == [True] * 3 + [False] * 3
+    state = State.empty(1, 1, 6)
+    decode(state, tokens, (0, 6, 0), chunk=6)
+    _, of_the_operator = ops.prefill_select(tokens.query, tokens.key, tokens.position, 0, 6, 0)
+    for others in (state.scores, of_the_operator):
+        torch.testing.assert_close(scores, others, rtol=0, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

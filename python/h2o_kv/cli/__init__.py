@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-__all__ = ["Parser", "UserError", "main"]
+__all__ = ["Parser", "UserError", "main", "write_json"]
 
 _PROGRAM = "h2o-kv"
 # Module and one-line summary of each command; the summaries stand here so that `h2o-kv --help` does
@@ -52,28 +54,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         Exit status: 0, 2 for a mistake of the user, 130 when interrupted.
     """
+    program = [_PROGRAM]  # and the command, once it is known: who complains
+    try:
+        if sys.stdout is None:
+            raise UserError("standard output is closed")
+        # What the encoding of standard output has no letter for is escaped, not fatal.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv), program)
+        finally:
+            sys.stdout.flush()  # a reader that has gone shows here, not at exit
+    except UserError as error:
+        return _refuse(program, str(error))
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader (`| head`) has gone
+        _discard_output()
+        return 1
+    except OSError as error:
+        # Files have names and their errors are the commands' business.
+        if error.filename is not None:
+            raise
+        _discard_output()
+        return _refuse(program, f"cannot write standard output: {error.strerror}")
+
+
+def write_json(value: Any) -> None:
+    """Write JSON to standard output; letters that its encoding lacks are escaped as JSON does."""
+    text = json.dumps(value, ensure_ascii=False, indent=2)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value, indent=2)
+    sys.stdout.write(text + "\n")
+
+
+def _run(arguments: list[str], program: list[str]) -> int:
     parser = _top_parser()
-    arguments = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(arguments[:1])
     if options.command is None:
         parser.print_help()
         return 0
+    program.append(options.command)
     module = importlib.import_module(_COMMANDS[options.command][0])
-    command = Parser(prog=f"{_PROGRAM} {options.command}", description=module.DESCRIPTION)
+    command = Parser(prog=" ".join(program), description=module.DESCRIPTION)
     module.add_arguments(command)
-    try:
-        status: int = module.main(command.parse_args(arguments[1:])) or 0
-        sys.stdout.flush()  # a reader that has gone shows here, not at exit
-        return status
-    except UserError as error:
-        sys.stderr.write(f"{command.prog}: {error}\n")
-        return _EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) has gone; what Python still holds must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    return module.main(command.parse_args(arguments[1:])) or 0
+
+
+def _refuse(program: list[str], message: str) -> int:
+    if sys.stderr is not None:
+        sys.stderr.write(f"{' '.join(program)}: {message}\n")
+    return _EXIT_USER_ERROR
+
+
+def _discard_output() -> None:
+    """Send what Python still holds nowhere; at exit it would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _top_parser() -> Parser:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -24,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from h2o_kv import _C, EvictionPolicy
-from h2o_kv.cli import UserError
+from h2o_kv.cli import UserError, write_json
 from h2o_kv.config import Config, load_config, parse_config
 from h2o_kv.generation import (
     PREFILL_MODES,
@@ -36,7 +37,13 @@ from h2o_kv.generation import (
     generate,
     resolve_policy,
 )
-from h2o_kv.models import DTYPES, EMBEDDED_MODEL, ModelLoadError, load_model
+from h2o_kv.models import (
+    DTYPES,
+    EMBEDDED_MODEL,
+    ModelLoadError,
+    load_model,
+    resolve_device,
+)
 
 DESCRIPTION = (
     "Continue a prompt with a KV cache of fixed size (Heavy-Hitter Oracle eviction), and show what "
@@ -45,6 +52,8 @@ DESCRIPTION = (
 _STDIN = "-"
 _QUICK_PROMPT_TOKENS = 256
 _QUICK_NEW_TOKENS = 16
+# Slots; with fewer, models hardly form sentences.
+_SMALL_BUDGET = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,10 +129,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ignore-eos", action="store_true", help="go on after an end-of-sequence token"
     )
     text.add_argument(
-        "--temperature", type=float, metavar="T", help=f"0 is greedy (default: {run.temperature:g})"
+        "--temperature",
+        type=parse_number,
+        metavar="T",
+        help=f"0 is greedy (default: {run.temperature:g})",
     )
     text.add_argument(
-        "--top-p", type=float, metavar="P", help=f"nucleus sampling (default: {run.top_p:g})"
+        "--top-p", type=parse_number, metavar="P", help=f"nucleus sampling (default: {run.top_p:g})"
     )
     text.add_argument("--seed", type=int, metavar="N", help=f"(default: {run.seed})")
 
@@ -175,7 +187,10 @@ def main(args: argparse.Namespace) -> int:
         prompt_ids = _encode(args, tokenizer, prompt, screen)
         _check_context(screen, model, len(prompt_ids) + settings.max_new_tokens - 1)
         policy = resolve_policy(settings.policy, len(prompt_ids))
-        specs = _specs(settings, policy, args.compare)
+        try:
+            specs = _specs(settings, policy, args.compare)
+        except ValueError as error:
+            raise UserError(_one_line(error)) from error
         screen.announce(settings, policy, len(prompt_ids))
         display = screen.display(specs)
         try:
@@ -192,10 +207,13 @@ def main(args: argparse.Namespace) -> int:
                 ),
                 on_token=lambda runs: display.show(runs, bars),
             )
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise UserError(_one_line(error)) from error
         finally:
             display.close()
     if not args.json:
         screen.report(results)
+        screen.note_small_budget(settings.policy, len(prompt_ids))
         return 0
     report = {
         "h2o_kv": _C.version(),
@@ -217,7 +235,7 @@ def main(args: argparse.Namespace) -> int:
         "sampling": asdict(settings.sampling),
         "runs": [_result_as_dict(result, results) for result in results],
     }
-    sys.stdout.write(json.dumps(report, ensure_ascii=False, indent=2) + "\n")
+    write_json(report)
     return 0
 
 
@@ -239,12 +257,29 @@ def parse_budget(text: str) -> int | float:
     """
     try:
         if text.endswith("%"):
-            return float(text[:-1]) / 100
-        return float(text) if "." in text else int(text)
-    except ValueError:
+            return parse_number(text[:-1]) / 100
+        return parse_number(text) if "." in text else int(text)
+    except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(
             f"must be a count (128) or a part of the prompt (0.1 or 10%), got {text!r}"
         ) from None
+
+
+def parse_number(text: str) -> float:
+    """A number, but neither infinity nor NaN.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        The text is something else.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a finite number, got {text!r}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,57 +319,55 @@ def read_settings(args: argparse.Namespace) -> Settings:
     ValueError, OSError
         A setting is out of range, or the config file cannot be read.
     """
+    _check_options(args)
     config: Config = load_config(args.config) if args.config else parse_config("{}", "defaults")
     run = config.run
-    max_new_tokens = run.max_new_tokens
-    if args.max_new_tokens is not None:
-        max_new_tokens = _at_least("--max-new-tokens", args.max_new_tokens, 1)
-    elif args.quick:
-        max_new_tokens = _QUICK_NEW_TOKENS
+    device_name = f"{args.config}: run.device" if args.device is None else "--device"
     return Settings(
         model=_given(args.model, config.model.name),
         dtype=_given(args.dtype, config.model.dtype),
-        device=_resolve_device(_given(args.device, run.device)),
+        device=str(resolve_device(_given(args.device, run.device), name=device_name)),
         policy=_override_policy(config.policy, args),
         prefill=_given(args.prefill, run.prefill),
-        prefill_chunk=_at_least(
-            "--prefill-chunk", _given(args.prefill_chunk, run.prefill_chunk), 1
+        prefill_chunk=_given(args.prefill_chunk, run.prefill_chunk),
+        max_new_tokens=_given(
+            args.max_new_tokens, _QUICK_NEW_TOKENS if args.quick else run.max_new_tokens
         ),
-        max_new_tokens=max_new_tokens,
         sampling=SamplingOptions(
             temperature=_given(args.temperature, run.temperature),
             top_p=_given(args.top_p, run.top_p),
-            seed=_at_least("--seed", _given(args.seed, run.seed), 0),
+            seed=_given(args.seed, run.seed),
         ),
-        threads=run.threads if args.threads is None else _at_least("--threads", args.threads, 1),
+        threads=_given(args.threads, run.threads),
     )
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Hold the options against the rules of the config parser, one by one, under their names."""
+
+    def check(name: str, section: str, settings: Callable[[Any], dict[str, Any]]) -> None:
+        value = getattr(args, name)
+        if value is not None:
+            text = json.dumps({section: settings(value)})
+            parse_config(text, "--" + name.replace("_", "-"))
+
+    def amount(value: int | float) -> dict[str, Any]:
+        return {"size" if isinstance(value, int) else "ratio": value}
+
+    check("heavy", "policy", lambda value: {"heavy": amount(value), "recent": amount(1)})
+    check("recent", "policy", lambda value: {"heavy": amount(1), "recent": amount(value)})
+    rest = {"heavy": amount(1), "recent": amount(1)}
+    check("sink", "policy", lambda value: {"num_sink": value, **rest})
+    check("prefill_chunk", "run", lambda value: {"prefill_chunk": value})
+    check("max_new_tokens", "run", lambda value: {"max_new_tokens": value})
+    check("temperature", "run", lambda value: {"temperature": value})
+    check("top_p", "run", lambda value: {"top_p": value})
+    check("seed", "run", lambda value: {"seed": value})
+    check("threads", "run", lambda value: {"threads": value})
 
 
 def _given(option: Any, otherwise: Any) -> Any:
     return otherwise if option is None else option
-
-
-def _at_least(option: str, value: int, lowest: int) -> int:
-    if value < lowest:
-        raise ValueError(f"{option} must be >= {lowest}, got {value}")
-    return value
-
-
-def _resolve_device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f'--device must be "auto", "cpu" or "cuda[:N]", got {name!r}')
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"--device {name}: PyTorch {torch.__version__} sees {torch.cuda.device_count()} CUDA "
-            "devices"
-        )
-    return name
 
 
 def _override_policy(policy: EvictionPolicy, args: argparse.Namespace) -> EvictionPolicy:
@@ -371,15 +404,24 @@ def _specs(settings: Settings, policy: EvictionPolicy, compare: str | None) -> l
 def _read_prompt(args: argparse.Namespace) -> str | None:
     """The prompt that the options name; None if they name none."""
     if _STDIN in (args.prompt, args.prompt_file):
-        return sys.stdin.read()
+        if sys.stdin is None:
+            raise ValueError("standard input is closed")
+        return _utf8("standard input", sys.stdin.read)
     if args.prompt_file is not None:
-        try:
-            return Path(args.prompt_file).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{args.prompt_file} is no UTF-8 text: {error}") from None
+        return _utf8(args.prompt_file, lambda: Path(args.prompt_file).read_text(encoding="utf-8"))
     if args.prompt is not None:
-        return str(args.prompt)
+        return _utf8("--prompt", lambda: str(args.prompt))
     return None
+
+
+def _utf8(name: str, read: Callable[[], str]) -> str:
+    """What `read` gives, if it is text; bytes that are none may come as lone surrogates."""
+    try:
+        text = read()
+        text.encode("utf-8")
+    except UnicodeError as error:
+        raise ValueError(f"{name} is no UTF-8 text: {error}") from None
+    return text
 
 
 def demo_prompt() -> str:
@@ -394,7 +436,8 @@ def _load(settings: Settings, bars: _Bars) -> tuple[Any, Any]:
             dtype=settings.dtype,
             attn_implementation="h2o",
             device=settings.device,
-            progress=lambda text, done: bars.update("load", text, done),
+            # In a log, an error about the model is to be the only line about it.
+            progress=(lambda text, done: bars.update("load", text, done)) if bars.drawn else None,
         )
     except ModelLoadError as error:
         raise UserError(_one_line(error)) from error
@@ -487,6 +530,11 @@ class _Bars:
             )
             self._progress.start()
 
+    @property
+    def drawn(self) -> bool:
+        """Whether there is a terminal to draw bars on."""
+        return self._progress is not None
+
     def update(self, name: str, text: str, done: float) -> None:
         """Show that `done` (0 to 1) of a task is finished and that it is at `text`."""
         if self._progress is None:
@@ -550,6 +598,15 @@ class _Screen:
         for result in results:
             if result.label != "full" and max(result.tokens_kept) == result.tokens_seen:
                 self.note(f"{_NAMES[result.label]}: the budget held every token, none was evicted")
+
+    def note_small_budget(self, policy: EvictionPolicy, prompt_len: int) -> None:
+        """Say so where parts of a short prompt leave next to nothing."""
+        total = policy.resolve(prompt_len).total
+        if policy.has_ratio and total < _SMALL_BUDGET:
+            self.note(
+                f"H2O: the budget was {total} tokens, as it is a part of a prompt of {prompt_len}; "
+                "a count, as in --heavy 128 --recent 128, does not depend on the prompt"
+            )
 
 
 class _Display:

@@ -126,6 +126,9 @@ def h2o_attention_forward(
     layer.take_over(getattr(module, "config", None))
     _check_inference(module, dropout)
     tokens = layer.columns_seen + key.shape[2]
+    # Some models (PhiMoE, Moshi) tell the window to their mask function and transformers' cache
+    # alone; neither has a say here.
+    kwargs.setdefault("sliding_window", layer.configured_window())
     for name, argument in kwargs.items():
         if argument is not None and name not in _NOT_USED:
             _check_argument(name, argument, tokens)

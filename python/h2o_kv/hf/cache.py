@@ -8,12 +8,16 @@ h2o_attention_decode.
 
 from __future__ import annotations
 
+import math
+import operator
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from h2o_kv._C import Budget, EvictionPolicy
@@ -27,6 +31,7 @@ ATTENTION_NAME = "h2o"
 LAYER_ATTRIBUTE = "_h2o_layer"
 
 _PREFILLS = ("one_shot", "streaming")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Models whose position embedding is a table with an end, and the config key that says where.
 _LEARNED_POSITIONS = {"opt": "max_position_embeddings"}
@@ -164,6 +169,16 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         """Whether the capacity is known before the prompt."""
         return not self.settings.policy.has_ratio or self.settings.prompt_length is not None
 
+    def configured_window(self) -> int | None:
+        """Sliding window, in tokens, that the model's config gives to this layer; None = none."""
+        config = self.settings.config
+        layer_types = getattr(config, "layer_types", None)
+        if layer_types and layer_types[self.layer_idx] != "sliding_attention":
+            return None
+        if getattr(config, "use_sliding_window", None) is False:
+            return None
+        return getattr(config, "sliding_window", None) or None
+
     # ---- The step.
 
     def update(
@@ -282,7 +297,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _chunk(self, num_new: int) -> int:
         if num_new > 1 and self.settings.prefill == "streaming":
-            return self.settings.prefill_chunk
+            return min(self.settings.prefill_chunk, num_new)
         return max(num_new, 1)
 
     def _real_tokens(
@@ -372,10 +387,21 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
             ):
                 return
             score_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-            self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=self.device)
-            self.values = torch.zeros(*shape, head_dim, dtype=dtype, device=self.device)
-            self.scores = torch.zeros(shape, dtype=score_dtype, device=self.device)
-            self.positions = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+            try:
+                keys = torch.zeros(*shape, head_dim, dtype=dtype, device=self.device)
+                values = torch.zeros(*shape, head_dim, dtype=dtype, device=self.device)
+                scores = torch.zeros(shape, dtype=score_dtype, device=self.device)
+                positions = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+            except torch.OutOfMemoryError:
+                raise  # A device's own error says how much there is.
+            except RuntimeError as error:
+                num_bytes = 2 * math.prod((*shape, head_dim)) * dtype.itemsize
+                raise MemoryError(
+                    "H2OCache: the budget must fit into memory, got "
+                    f"{self.budget.total} tokens: {num_bytes / 1e9:.1f} GB of keys and values in "
+                    "each layer"
+                ) from error
+            self.keys, self.values, self.scores, self.positions = keys, values, scores, positions
             self.tokens_seen = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.batch_size = batch
         self.is_initialized = True
@@ -546,7 +572,7 @@ class H2OCache(Cache):  # type: ignore[misc]
     Raises
     ------
     TypeError
-        policy is no EvictionPolicy.
+        An argument is of another type than above; True is no number of tokens.
     ValueError
         An argument is out of its range, or the model is of a kind that the cache cannot serve.
 
@@ -560,6 +586,7 @@ class H2OCache(Cache):  # type: ignore[misc]
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from h2o_kv import EvictionPolicy, H2OCache
+    >>> from h2o_kv.hf import cache_kwarg
     >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32,
     ...                      num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     >>> model = LlamaForCausalLM(config).eval()
@@ -567,7 +594,7 @@ class H2OCache(Cache):  # type: ignore[misc]
     >>> cache = H2OCache(model.config, EvictionPolicy(num_heavy=4, num_recent=4))
     >>> prompt = torch.arange(3, 23)[None]
     >>> with torch.no_grad():
-    ...     output = model(prompt, past_key_values=cache)
+    ...     output = model(prompt, **{cache_kwarg(model): cache})
     >>> cache.get_seq_length(), int(cache.tokens_kept()[0].max())
     (20, 8)
     """
@@ -584,12 +611,21 @@ class H2OCache(Cache):  # type: ignore[misc]
         prompt_length: int | Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if not isinstance(config, PretrainedConfig):
+            raise TypeError(
+                f"H2OCache: config must be that of a model, model.config, got {config!r}"
+            )
         if not isinstance(policy, EvictionPolicy):
             raise TypeError(f"H2OCache: policy must be an EvictionPolicy, got {policy!r}")
         if prefill not in _PREFILLS:
             raise ValueError(f'H2OCache: prefill must be one of {_PREFILLS}, got "{prefill}"')
+        prefill_chunk = _count("H2OCache: prefill_chunk", prefill_chunk)
         if prefill_chunk < 1:
             raise ValueError(f"H2OCache: prefill_chunk must be >= 1, got {prefill_chunk}")
+        if dtype is not None and dtype not in _DTYPES:
+            error = ValueError if isinstance(dtype, torch.dtype) else TypeError
+            names = ", ".join(map(str, _DTYPES))
+            raise error(f"H2OCache: dtype must be one of {names}, got {dtype!r}")
         decoder = _decoder_config(config)
         self._settings = _Settings(
             config=decoder,
@@ -715,9 +751,12 @@ class H2OCache(Cache):  # type: ignore[misc]
 
         Raises
         ------
+        TypeError
+            n is no integer.
         ValueError
             n < 1.
         """
+        n = _count("H2OCache.fork: n", n)
         if n < 1:
             raise ValueError(f"H2OCache.fork: n must be >= 1, got {n}")
         settings = self._settings
@@ -734,6 +773,27 @@ class H2OCache(Cache):  # type: ignore[misc]
             if n > 1:
                 layer.batch_repeat_interleave(n)
         return copy
+
+    def save(self, file: str | os.PathLike[str]) -> NoReturn:
+        """Not supported yet.
+
+        Raises
+        ------
+        NotImplementedError
+            Always.
+        """
+        raise NotImplementedError(_no_saved_sessions("save"))
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str], config: Any) -> NoReturn:
+        """Not supported yet.
+
+        Raises
+        ------
+        NotImplementedError
+            Always.
+        """
+        raise NotImplementedError(_no_saved_sessions("load"))
 
 
 def _decoder_config(config: Any) -> Any:
@@ -775,10 +835,32 @@ def _builds_whole_masks(decoder: Any) -> bool:
 def _prompt_length(value: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
     if value is None:
         return None
-    lengths = (value,) if isinstance(value, int) else tuple(int(length) for length in value)
+    name = "H2OCache: prompt_length"
+    # Tensors and arrays without a dimension are numbers.
+    is_sequence = hasattr(value, "__iter__") and getattr(value, "ndim", 1) > 0
+    is_sequence = is_sequence and not isinstance(value, str)
+    given: Any = value if is_sequence else (value,)
+    lengths = tuple(_count(name, length) for length in given)
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"H2OCache: prompt_length must be >= 1 in every row, got {value}")
-    return lengths[0] if isinstance(value, int) else lengths
+        raise ValueError(f"{name} must be >= 1 in every row, got {value}")
+    return lengths if is_sequence else lengths[0]
+
+
+def _count(name: str, value: Any) -> int:
+    """The value as an int, if it is an integer and no bool."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be an integer, got {value!r}")
+
+
+def _no_saved_sessions(method: str) -> str:
+    return (
+        f"H2OCache.{method}: saving a cache to a file and loading it is not supported yet; the "
+        "state of a layer is in layers[i].k_cache, v_cache, scores and positions"
+    )
 
 
 def _model_shape(config: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ skipped without a GPU.
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,19 +53,24 @@ OCCUPANCIES = (0, 1, 31, 33, 2048)
 CASES_OF_BLOCK = 10
 
 
+def is_scaled_down() -> bool:
+    """Whether a test runs on the emulation, and not in full (H2O_FULL_CASES=1; minutes)."""
+    return is_emulated() and not os.environ.get("H2O_FULL_CASES")
+
+
 # --- random cases -------------------------------------------------------------------------------
 
 
 def cases(block: int) -> Iterator[random.Random]:
     """The random numbers of each case of a block; the emulation has time for one of them."""
-    for case in range(1 if is_emulated() else CASES_OF_BLOCK):
+    for case in range(1 if is_scaled_down() else CASES_OF_BLOCK):
         yield random.Random(1000 * block + case)
 
 
 def a_state(r: random.Random, dtype: torch.dtype, head_dim: int, heads: int) -> State:
     """Two rows, one of them empty in one case of three, with a few empty slots or none."""
     occupancy = r.choice(OCCUPANCIES)
-    if is_emulated():
+    if is_scaled_down():
         occupancy = min(occupancy, 300)
     capacity = max(1, occupancy + r.choice((0, 0, 1, 5)))
     state = random_state(2, heads, capacity, head_dim, dtype, r.randrange(10**6), occupancy, True)

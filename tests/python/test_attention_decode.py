@@ -637,6 +637,18 @@ def test_equal_tokens_leave_from_the_oldest(device: torch.device) -> None:
     assert state.positions.tolist() == [[[0, 1, 4, 5]]]
 
 
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_among_equals_the_lowest_slot_is_overwritten(chunk: int, device: torch.device) -> None:
+    # One position in two slots, which no model makes, with one score.
+    tokens = planted_tokens(num=1, head_dim=16, dtype=torch.float32, start=500)
+    state = State.empty(1, 1, 64, 16, torch.float32)
+    state.k_cache.zero_(), state.v_cache.zero_()
+    state.positions[:] = torch.arange(10, 74, dtype=torch.int32)
+    state.positions[0, 0, [8, 16]] = 7
+    decode(state, tokens, (0, 63, 1), device, chunk=chunk)
+    assert (state.positions == 500).nonzero()[:, 2].tolist() == [8]
+
+
 @pytest.mark.parametrize("num_sink", [0, 2])
 def test_the_two_latest_are_there_after_every_step(num_sink: int, device: torch.device) -> None:
     tokens = planted_tokens(num=43, dtype=torch.float32)

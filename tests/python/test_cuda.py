@@ -425,3 +425,15 @@ def test_results_come_from_the_gpu(device: torch.device) -> None:
     assert all(t.is_cuda for t in [*steps[0](), *state])
     selected, scores = select(planted_tokens(num=40, head_dim=64), (0, 5, 5), device)
     assert selected.shape == scores.shape == (1, 1, 10)
+
+
+@on_cuda_operators
+def test_a_group_too_large_for_an_index_is_refused(device: torch.device) -> None:
+    group = 2**29 + 1
+    query = torch.ones(1, 1, 1, 1, device=device).expand(1, group, 1, 1)
+    state, new = State.empty(1, 1, 4, 1, torch.float32).to(device), query[:, :1]
+    position = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    message = r"num_q_heads / num_kv_heads must be <= 536870912 on CUDA, got 536870913"
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.h2o.h2o_attention_decode(query, *state, new, new, position, 0, 4, 0)
+    assert (state.positions == -1).all()

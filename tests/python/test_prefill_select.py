@@ -306,6 +306,18 @@ def test_a_chunk_of_the_whole_prompt_is_the_same_selection(
                 assert_bitwise([own], [scores[row, head]])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_alignment_changes_no_bit(dtype: torch.dtype, device: torch.device) -> None:
+    tokens = planted_tokens(2, 6, 2, 70, 32, dtype)
+    expected = select(tokens, (2, 9, 5), device)
+    shifted = []
+    for tensor in tokens[:2]:
+        buffer = torch.zeros(tensor.numel() + 1, dtype=dtype, device=device)
+        shifted.append(buffer[1:].view(tensor.shape).copy_(tensor))
+    moved = tokens._replace(query=shifted[0], key=shifted[1])
+    assert_bitwise(select(moved, (2, 9, 5), device), expected)
+
+
 # --- the same bits every time -------------------------------------------------------------------
 
 

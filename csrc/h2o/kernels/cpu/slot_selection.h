@@ -65,8 +65,10 @@ void choose_victims(std::vector<Candidate<Score>>& candidates, int64_t count, in
       std::partition(candidates.begin(), candidates.end(), [&](const Candidate<Score>& candidate) {
         return !is_protected(candidate.position, newest, budget);
       });
+  // Among equals, which takes a position that repeats, the lower index.
   const auto before = [](const Candidate<Score>& a, const Candidate<Score>& b) {
-    return leaves_before(a.score, a.position, b.score, b.position);
+    if (leaves_before(a.score, a.position, b.score, b.position)) return true;
+    return a.index < b.index && !leaves_before(b.score, b.position, a.score, a.position);
   };
   const auto end = candidates.begin() + std::min(count, first_protected - candidates.begin());
   if (end != first_protected) std::nth_element(candidates.begin(), end, first_protected, before);

@@ -41,6 +41,19 @@ struct alignas(sizeof(T) * count) Vector {
 };
 template <typename T>
 inline constexpr int kVectorSize = 16 / sizeof(T);
+// The first `present` elements, then zeros: by one instruction where the source is aligned and
+// holds all of them, else one at a time.
+template <int count, typename T>
+__device__ __forceinline__ Vector<T, count> load_vector(const T* source, bool aligned,
+                                                        int32_t present) {
+  if (aligned) return *reinterpret_cast<const Vector<T, count>*>(source);
+  Vector<T, count> loaded = {};
+#pragma unroll
+  for (int32_t x = 0; x < count; ++x) {
+    if (x < present) loaded.elements[x] = source[x];
+  }
+  return loaded;
+}
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
@@ -77,11 +90,13 @@ struct Smallest {
   }
 };
 
-// The order of eviction, slot_order.h's; nobody comes last.
+// The order of eviction, slot_order.h's; among equals, which takes a position that repeats, the
+// lower index. Nobody comes last.
 template <typename A>
 __device__ __forceinline__ bool goes_first(const Candidate<A>& a, const Candidate<A>& b) {
   if (a.index < 0 || b.index < 0) return a.index >= 0 && b.index < 0;
-  return leaves_before(a.score, a.position, b.score, b.position);
+  if (leaves_before(a.score, a.position, b.score, b.position)) return true;
+  return a.index < b.index && !leaves_before(b.score, b.position, a.score, a.position);
 }
 struct First {
   template <typename A>
@@ -163,8 +178,14 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, i
   if (blocks == 0) return cudaSuccess;
   if (blocks < 0 || blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   if (shared_bytes > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+    // Always the most that there is: the attribute belongs to the kernel, and another thread may be
+    // about to launch the same one with another size.
+    DeviceLimits limits;
+    cudaError_t error = device_limits(&limits);
+    if (error == cudaSuccess) {
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   limits.shared_bytes);
+    }
     if (error != cudaSuccess) return error;
   }
   cudaLaunchConfig_t config = {};

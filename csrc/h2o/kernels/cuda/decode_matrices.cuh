@@ -78,15 +78,8 @@ struct DecodeMatrices : DecodeBlock<T, DecodeMatrices<T>> {
       const int32_t d = first_dim + within;
       Loaded loaded = {};
       if ((slots.occupied >> (first + i) & 1u) != 0 && d < head_dim()) {
-        const T* const source = cache.at(row, head, slots.first + first + i) + d;
-        if (step.aligned) {
-          loaded = *reinterpret_cast<const Loaded*>(source);
-        } else {
-#pragma unroll
-          for (int32_t x = 0; x < kVector; ++x) {
-            if (d + x < head_dim()) loaded.elements[x] = source[x];
-          }
-        }
+        loaded = load_vector<kVector>(cache.at(row, head, slots.first + first + i) + d,
+                                      step.aligned, head_dim() - d);
       }
       *reinterpret_cast<Loaded*>(&own.slots[i][within]) = loaded;
     }

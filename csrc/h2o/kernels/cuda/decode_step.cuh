@@ -31,14 +31,17 @@ DecodeKernel<T> decode_kernel(const DecodeStep<T>& step) {
 }
 
 // Neither the alignment nor the number of heads that are summed at once changes a bit of the
-// result; the size of a vector and the use of tensor cores do, and depend on nothing but the type
-// and the group.
+// result; the size of a vector and the use of tensor cores do, and depend on nothing but the type,
+// the group and head_dim.
 template <typename T>
 DecodeKernel<T> choose_decode_kernel(const DecodeStep<T>& step) {
   constexpr int kWhole = kVectorSize<T>;
   const int32_t group_size = step.sizes.group_size;
   if constexpr (sizeof(T) == 2) {
-    if (group_size > 8) return decode_kernel<DecodeMatrices<T>>(step);
+    // In registers, keys longer than 128 would be read again for every four heads.
+    if (group_size > 8 || (group_size > 4 && step.sizes.head_dim > 128)) {
+      return decode_kernel<DecodeMatrices<T>>(step);
+    }
   }
   if constexpr (!std::is_same_v<T, double>) {
     // Eight heads' sums of eight elements each would not leave enough registers.

@@ -51,15 +51,8 @@ struct DecodeVectors : DecodeBlock<T, DecodeVectors<T, kVector, kHeads, kAligned
       const int32_t i = slot_of_warp(first + u);
       loaded[u] = {};
       if (i >= kWarpSize || (slots.occupied >> i & 1u) == 0 || d >= head_dim()) continue;
-      const T* const source = cache.at(row, head, slots.first + i) + d;
-      if constexpr (kAligned) {
-        loaded[u] = *reinterpret_cast<const Vector<T, kVector>*>(source);
-      } else {
-#pragma unroll
-        for (int32_t x = 0; x < kVector; ++x) {
-          if (d + x < head_dim()) loaded[u].elements[x] = source[x];
-        }
-      }
+      loaded[u] =
+          load_vector<kVector>(cache.at(row, head, slots.first + i) + d, kAligned, head_dim() - d);
     }
   }
   // The slot, among the warp's 32, that a group of lanes looks at in its `turn`.

@@ -98,6 +98,7 @@ struct ChunkAttention {
   Chunk chunk;
   GqaReduce gqa_reduce = GqaReduce::kSum;
   LogitTerms<A> terms;
+  bool aligned = false;  // each query and key starts at, and is, a multiple of 16 bytes
   // Results: softmax weight = exp(logit - maximum) / sum.
   A* maximum = nullptr;  // [batch, num_kv_heads, chunk.size, group_size]
   A* sum = nullptr;      // likewise
@@ -114,7 +115,7 @@ template <typename T>
 cudaError_t launch_chunk_scores(const ChunkAttention<T>& attention, cudaStream_t stream);
 
 // The same for a prompt without a cache, of 16-bit types, by tensor cores: statistics writes
-// maximum and sum, scores reads them and writes new_scores. Vectors must be aligned to 16 bytes.
+// maximum and sum, scores reads them and writes new_scores.
 template <typename T>
 bool has_prompt_scores(const Sizes& sizes, int64_t shared_limit);
 template <typename T>

@@ -60,7 +60,8 @@ struct PromptBlock {
       using Loaded = Vector<T, kVectorSize<T>>;
       const T* const source = from(tile_row);
       Loaded loaded = {};
-      if (source != nullptr) loaded = *reinterpret_cast<const Loaded*>(source + d);
+      if (source != nullptr)
+        loaded = load_vector<kVectorSize<T>>(source + d, p.aligned, kVectorSize<T>);
       *reinterpret_cast<Loaded*>(tile + tile_row * stride() + d) = loaded;
     }
   }

@@ -39,6 +39,7 @@ struct Inputs {
     if (call.row_budget) row_budget = readable(*call.row_budget);
     sizes.batch = cache.batch();
     sizes.num_kv_heads = cache.num_kv_heads();
+    check_candidates(kOp, "num_q_heads / num_kv_heads", query.size(1) / sizes.num_kv_heads);
     sizes.group_size = static_cast<int32_t>(query.size(1) / sizes.num_kv_heads);
     sizes.head_dim = static_cast<int32_t>(cache.head_dim());
     sizes.num_new = static_cast<int32_t>(k_new.size(2));

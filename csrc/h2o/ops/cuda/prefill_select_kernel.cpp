@@ -16,10 +16,10 @@ namespace cuda {
 namespace {
 
 template <typename T>
-void score_prompt(const ChunkAttention<T>& attention, bool aligned, const DeviceLimits& limits,
+void score_prompt(const ChunkAttention<T>& attention, const DeviceLimits& limits,
                   cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
-    if (aligned && has_prompt_scores<T>(attention.sizes, limits.shared_bytes)) {
+    if (has_prompt_scores<T>(attention.sizes, limits.shared_bytes)) {
       C10_CUDA_CHECK(launch_prompt_statistics(attention, stream));
       C10_CUDA_KERNEL_LAUNCH_CHECK();
       C10_CUDA_CHECK(launch_prompt_scores(attention, stream));
@@ -73,6 +73,7 @@ SelectOutputs prefill_select(const SelectCall& call) {
     attention.tokens = {listed.mutable_data_ptr<int32_t>(), sizes.num_new};
     attention.chunk = {0, sizes.num_new};
     attention.gqa_reduce = call.gqa_reduce;
+    attention.aligned = is_aligned(query) && is_aligned(key);
     attention.terms = logit_terms<A>(call.scale, call.alibi_slopes);
     attention.maximum = statistics.mutable_data_ptr<A>();
     attention.sum = attention.maximum + statistics.numel() / 2;
@@ -97,7 +98,7 @@ SelectOutputs prefill_select(const SelectCall& call) {
 
     C10_CUDA_CHECK(launch_list_tokens(indices(position), sizes.batch, attention.tokens, stream));
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-    score_prompt(attention, is_aligned(query) && is_aligned(key), limits, stream);
+    score_prompt(attention, limits, stream);
     C10_CUDA_CHECK(launch_prompt_selection(selection, stream));
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });

@@ -29,6 +29,15 @@ void widen_row(const T* from, int64_t head_dim, int64_t padded, Accumulator<T>* 
   if (d < padded) store<A>(to + d, load_first(from + d, head_dim - d));
 }
 
+// Rows are prefetched so many slots ahead, into the second-level cache: the processor itself does
+// not look past a row's end.
+constexpr int64_t kPrefetchSlots = 16;
+template <typename T>
+inline void prefetch(const T* from, int64_t count) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t d = 0; d < count; d += kLine) __builtin_prefetch(from + d, 0, 2);
+}
+
 // ---- One query per head over a range of slots
 // -------------------------------------------------------------
 
@@ -37,23 +46,30 @@ template <typename T, int kHeads, int kSlots>
 void dot(const Accumulator<T>* query, int64_t padded, const T* const* keys, int64_t head_dim,
          Accumulator<T>* logits, int64_t stride) {
   using A = Accumulator<T>;
-  Vector<A> sums[kSlots][kHeads] = {};
+  Vector<A> sums[kHeads][kSlots] = {};
+  const auto add = [&](const Vector<A>(&key)[kSlots], int64_t d) {
+    H2O_UNROLL
+    for (int h = 0; h < kHeads; ++h) {
+      const Vector<A> of_head = load(query + h * padded + d);
+      H2O_UNROLL
+      for (int s = 0; s < kSlots; ++s) sums[h][s] += of_head * key[s];
+    }
+  };
   int64_t d = 0;
   for (; d + kLanes<A> <= head_dim; d += kLanes<A>) {
-    for (int s = 0; s < kSlots; ++s) {
-      const Vector<A> key = load(keys[s] + d);
-      for (int h = 0; h < kHeads; ++h) sums[s][h] += load(query + h * padded + d) * key;
-    }
+    Vector<A> key[kSlots];
+    H2O_UNROLL
+    for (int s = 0; s < kSlots; ++s) key[s] = load(keys[s] + d);
+    add(key, d);
   }
   if (d < head_dim) {
-    for (int s = 0; s < kSlots; ++s) {
-      const Vector<A> key = load_first(keys[s] + d, head_dim - d);
-      for (int h = 0; h < kHeads; ++h) sums[s][h] += load(query + h * padded + d) * key;
-    }
+    Vector<A> key[kSlots];
+    H2O_UNROLL
+    for (int s = 0; s < kSlots; ++s) key[s] = load_first(keys[s] + d, head_dim - d);
+    add(key, d);
   }
-  for (int s = 0; s < kSlots; ++s) {
-    for (int h = 0; h < kHeads; ++h) logits[h * stride + s] = sum_lanes<A>(sums[s][h]);
-  }
+  H2O_UNROLL
+  for (int h = 0; h < kHeads; ++h) sum_lanes_of_each<A, kSlots>(sums[h], logits + h * stride);
 }
 
 // output[head, d...] = sum over slots of weight * v, kVectors vectors of d at a time.
@@ -63,10 +79,16 @@ void weigh_columns(const Accumulator<T>* weights, int64_t weights_stride, const 
   using A = Accumulator<T>;
   Vector<A> sums[kHeads][kVectors] = {};
   for (int64_t s = 0; s < count; ++s) {
+    if (s + kPrefetchSlots < count) {
+      prefetch(values[s + kPrefetchSlots] + d, kVectors * kLanes<A>);
+    }
     Vector<A> value[kVectors];
+    H2O_UNROLL
     for (int c = 0; c < kVectors; ++c) value[c] = load(values[s] + d + c * kLanes<A>);
+    H2O_UNROLL
     for (int h = 0; h < kHeads; ++h) {
       const A weight = weights[h * weights_stride + s];
+      H2O_UNROLL
       for (int c = 0; c < kVectors; ++c) sums[h][c] += value[c] * weight;
     }
   }
@@ -104,7 +126,10 @@ template <typename T, int kHeads>
 void attend_heads(const SlotRange<T>& range, int64_t first_head, const int32_t* slots,
                   int64_t count) {
   using A = Accumulator<T>;
-  constexpr int kSlots = kHeads <= 2 ? 4 : kHeads <= 4 ? 2 : 1;
+  constexpr int kSlots = H2O_VECTOR_BYTES == 64 ? (kHeads <= 4 ? 4 : 2)
+                                                : (kHeads <= 2   ? 4
+                                                   : kHeads <= 4 ? 2
+                                                                 : 1);
   const int64_t head_dim = range.head_dim;
   const int64_t padded = round_up(head_dim, kLanes<A>);
   A query[kHeads * kMaxHeadDim];
@@ -116,6 +141,13 @@ void attend_heads(const SlotRange<T>& range, int64_t first_head, const int32_t* 
   for (int64_t s = 0; s < count; ++s) rows[s] = range.k[slots[s]];
   int64_t s = 0;
   for (; s + kSlots <= count; s += kSlots) {
+    for (int64_t ahead = s + kPrefetchSlots; ahead < s + kPrefetchSlots + kSlots; ++ahead) {
+      if (ahead < count) {
+        prefetch(rows[ahead], head_dim);
+      } else if (ahead < 2 * count) {
+        prefetch(range.v[slots[ahead - count]], head_dim);
+      }
+    }
     dot<T, kHeads, kSlots>(query, padded, rows + s, head_dim, weights + s, kSlotsPerRange);
   }
   for (; s < count; ++s)

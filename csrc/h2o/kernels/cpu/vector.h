@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 // Fixed-width vectors over GCC's and Clang's vector extension: the compiler turns them into
 // whatever the target of this translation unit has. Everything is in an unnamed namespace, because
@@ -14,6 +15,14 @@
 #define H2O_VECTOR_BYTES 32
 #else
 #define H2O_VECTOR_BYTES 16
+#endif
+
+// Before a loop of few, constant turns over an array of vectors: unrolled at once, the array
+// becomes registers.
+#if defined(__clang__)
+#define H2O_UNROLL _Pragma("unroll")
+#else
+#define H2O_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 namespace h2o::cpu {
@@ -142,6 +151,43 @@ inline A sum_lanes_of(const A* lanes) {
     A half[kHalf];
     std::memcpy(half, &low, sizeof(low));
     return sum_lanes_of<A, kBytes / 2>(half);
+  }
+}
+// [a0 + a1, a2 + a3, ..., b0 + b1, ...]
+template <typename A, int64_t... kIndex>
+inline Vector<A> add_pairs(Vector<A> a, Vector<A> b, std::integer_sequence<int64_t, kIndex...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (2 * kIndex)...) +
+         __builtin_shufflevector(a, b, (2 * kIndex + 1)...);
+#else
+  using Indices = Vector<std::conditional_t<sizeof(A) == 8, int64_t, int32_t>>;
+  return __builtin_shuffle(a, b, Indices{(2 * kIndex)...}) +
+         __builtin_shuffle(a, b, Indices{(2 * kIndex + 1)...});
+#endif
+}
+// The lanes' sum of each of kCount vectors, a power of two, side by side from `to`: neighbours are
+// added until one is left, so a vector's sum does not depend on kCount.
+template <typename A, int kCount>
+inline void sum_lanes_of_each(const Vector<A> (&values)[kCount], A* to) {
+  constexpr std::make_integer_sequence<int64_t, kLanes<A>> kIndices;
+  constexpr int kAtOnce = kCount < kLanes<A> ? kCount : static_cast<int>(kLanes<A>);
+  H2O_UNROLL
+  for (int first = 0; first < kCount; first += kAtOnce) {
+    Vector<A> sums[kAtOnce];
+    H2O_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) sums[i] = values[first + i];
+    H2O_UNROLL
+    for (int left = kAtOnce; left > 1; left /= 2) {
+      H2O_UNROLL
+      for (int i = 0; i < left / 2; ++i) {
+        sums[i] = add_pairs<A>(sums[2 * i], sums[2 * i + 1], kIndices);
+      }
+    }
+    H2O_UNROLL
+    for (int64_t left = kLanes<A> / kAtOnce; left > 1; left /= 2) {
+      sums[0] = add_pairs<A>(sums[0], sums[0], kIndices);
+    }
+    std::memcpy(to + first, &sums[0], kAtOnce * sizeof(A));
   }
 }
 template <typename A>

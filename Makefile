@@ -26,7 +26,7 @@ export CMAKE_ARGS := -DH2O_WERROR=ON $(CMAKE_ARGS)
 # pip-installed cmake and ninja come first.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'examples/*.cpp')
+CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/cuda_emulation/*.cuh' 'examples/*.cpp')
 
 .PHONY: demo test test-cpp test-python build setup lint format bench clean model
 demo: build model

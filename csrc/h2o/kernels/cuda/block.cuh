@@ -44,15 +44,16 @@ inline constexpr int kVectorSize = 16 / sizeof(T);
 // The first `present` elements, then zeros: by one instruction where the source is aligned and
 // holds all of them, else one at a time.
 template <int count, typename T>
-__device__ __forceinline__ Vector<T, count> load_vector(const T* source, bool aligned,
-                                                        int32_t present) {
-  if (aligned) return *reinterpret_cast<const Vector<T, count>*>(source);
-  Vector<T, count> loaded = {};
+__device__ __forceinline__ void load_vector(Vector<T, count>& loaded, const T* source, bool aligned,
+                                            int32_t present) {
+  if (aligned) {
+    loaded = *reinterpret_cast<const Vector<T, count>*>(source);
+    return;
+  }
 #pragma unroll
   for (int32_t x = 0; x < count; ++x) {
-    if (x < present) loaded.elements[x] = source[x];
+    loaded.elements[x] = x < present ? source[x] : static_cast<T>(0.0f);
   }
-  return loaded;
 }
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }

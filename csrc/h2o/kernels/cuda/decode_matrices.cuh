@@ -78,8 +78,8 @@ struct DecodeMatrices : DecodeBlock<T, DecodeMatrices<T>> {
       const int32_t d = first_dim + within;
       Loaded loaded = {};
       if ((slots.occupied >> (first + i) & 1u) != 0 && d < head_dim()) {
-        loaded = load_vector<kVector>(cache.at(row, head, slots.first + first + i) + d,
-                                      step.aligned, head_dim() - d);
+        load_vector(loaded, cache.at(row, head, slots.first + first + i) + d, step.aligned,
+                    head_dim() - d);
       }
       *reinterpret_cast<Loaded*>(&own.slots[i][within]) = loaded;
     }

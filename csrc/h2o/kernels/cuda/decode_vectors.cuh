@@ -51,8 +51,7 @@ struct DecodeVectors : DecodeBlock<T, DecodeVectors<T, kVector, kHeads, kAligned
       const int32_t i = slot_of_warp(first + u);
       loaded[u] = {};
       if (i >= kWarpSize || (slots.occupied >> i & 1u) == 0 || d >= head_dim()) continue;
-      loaded[u] =
-          load_vector<kVector>(cache.at(row, head, slots.first + i) + d, kAligned, head_dim() - d);
+      load_vector(loaded[u], cache.at(row, head, slots.first + i) + d, kAligned, head_dim() - d);
     }
   }
   // The slot, among the warp's 32, that a group of lanes looks at in its `turn`.

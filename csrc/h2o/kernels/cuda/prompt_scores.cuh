@@ -60,8 +60,7 @@ struct PromptBlock {
       using Loaded = Vector<T, kVectorSize<T>>;
       const T* const source = from(tile_row);
       Loaded loaded = {};
-      if (source != nullptr)
-        loaded = load_vector<kVectorSize<T>>(source + d, p.aligned, kVectorSize<T>);
+      if (source != nullptr) load_vector(loaded, source + d, p.aligned, kVectorSize<T>);
       *reinterpret_cast<Loaded*>(tile + tile_row * stride() + d) = loaded;
     }
   }

@@ -26,8 +26,8 @@ struct alignas(32) MatrixWarp {
 template <typename T>
 struct DecodeMatrices : DecodeBlock<T, DecodeMatrices<T>> {
   using Block = DecodeBlock<T, DecodeMatrices>;
-  using Block::first_range, Block::group_size, Block::head, Block::head_dim, Block::lane,
-      Block::memory, Block::new_position, Block::plan, Block::q_head, Block::row, Block::step,
+  using Block::group_size, Block::head, Block::head_dim, Block::lane, Block::memory,
+      Block::new_position, Block::plan, Block::q_head, Block::row, Block::step,
       Block::weighted_slots, Block::weights;
   static constexpr int kHeadTile = kMatrix;
 
@@ -35,7 +35,6 @@ struct DecodeMatrices : DecodeBlock<T, DecodeMatrices<T>> {
   // queries in their own type.
   static constexpr int kWarpElements = kMatrix * kMatrixDims;
   static_assert(sizeof(MatrixWarp<T>) <= kWarpElements * sizeof(float));
-  static constexpr int32_t query_stride(int32_t padded_dim) { return padded_dim + kRowPadding; }
 
   static DecodeTile tile(const Sizes& sizes) {
     const int32_t padded_dim = rounded_up(sizes.head_dim, kMatrixDims);

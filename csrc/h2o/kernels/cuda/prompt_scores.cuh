@@ -90,22 +90,20 @@ struct PromptBlock {
 
   // shared.logits = queries times keys: two warp matrices side by side for each warp.
   __device__ void multiply() const {
-    using Element = typename MatrixElement<T>::Type;
     namespace wmma = nvcuda::wmma;
     const int32_t warp = threadIdx.x / kWarpSize;
     const int32_t first_query = warp / 2 * kMatrix, first_key = warp % 2 * 2 * kMatrix;
-    const auto* const of_queries =
-        reinterpret_cast<const Element*>(queries()) + first_query * stride();
-    const auto* const of_keys = reinterpret_cast<const Element*>(keys()) + first_key * stride();
-    wmma::fragment<wmma::accumulator, kMatrix, kMatrix, kMatrix, float> product[2];
+    const auto* const of_queries = matrix_elements(queries() + first_query * stride());
+    const auto* const of_keys = matrix_elements(keys() + first_key * stride());
+    MatrixSum product[2];
     wmma::fill_fragment(product[0], 0.0f);
     wmma::fill_fragment(product[1], 0.0f);
     for (int32_t d = 0; d < p.sizes.head_dim; d += kMatrix) {
-      wmma::fragment<wmma::matrix_a, kMatrix, kMatrix, kMatrix, Element, wmma::row_major> a;
+      MatrixA<T> a;
       wmma::load_matrix_sync(a, of_queries + d, stride());
 #pragma unroll
       for (int32_t i = 0; i < 2; ++i) {
-        wmma::fragment<wmma::matrix_b, kMatrix, kMatrix, kMatrix, Element, wmma::col_major> b;
+        MatrixB<T, wmma::col_major> b;
         wmma::load_matrix_sync(b, of_keys + i * kMatrix * stride() + d, stride());
         wmma::mma_sync(product[i], a, b, product[i]);
       }

@@ -12,7 +12,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "h2o/kernels/cpu/attention_kernels.h"
+#include "h2o/kernels/cpu/instruction_set.h"
+#include "h2o/kernels/cpu/kernel_tables.h"
 #include "reference.h"
 #include "test_helpers.h"
 #include "vector_functions.h"
@@ -20,29 +21,13 @@
 // The arithmetic of the CPU, in every version that is compiled and that this CPU can run, against
 // plain double loops.
 
-namespace h2o::cpu {
-#define H2O_DECLARE_KERNELS(isa)                            \
-  namespace isa {                                           \
-  extern const AttentionKernels<float> float_kernels;       \
-  extern const AttentionKernels<double> double_kernels;     \
-  extern const AttentionKernels<Float16> float16_kernels;   \
-  extern const AttentionKernels<BFloat16> bfloat16_kernels; \
-  }
-H2O_DECLARE_KERNELS(baseline)
-#if defined(H2O_X86)
-H2O_DECLARE_KERNELS(avx2)
-H2O_DECLARE_KERNELS(avx512)
-#endif
-#undef H2O_DECLARE_KERNELS
-}  // namespace h2o::cpu
-
 namespace {
 
 using h2o::GqaReduce;
 using h2o::cpu::Accumulator;
-using h2o::cpu::AttentionKernels;
-using h2o::cpu::BFloat16;
-using h2o::cpu::Float16;
+using h2o::cpu::ChunkKernels;
+using h2o::cpu::DecodeKernels;
+using h2o::cpu::InstructionSet;
 using h2o::cpu::kSlotsPerRange;
 using h2o::cpu::QueryTile;
 using h2o::cpu::SlotRange;
@@ -50,73 +35,66 @@ using h2o::cpu::StepMerge;
 
 // ---- Instruction sets ---------------------------------------------------------------------------
 
-struct InstructionSet {
-  const char* name;
-  const VectorFunctions* vector;
-  const AttentionKernels<float>* float_kernels;
-  const AttentionKernels<double>* double_kernels;
-  const AttentionKernels<Float16>* float16_kernels;
-  const AttentionKernels<BFloat16>* bfloat16_kernels;
-};
-
-#define H2O_INSTRUCTION_SET(isa)                                                                 \
-  InstructionSet {                                                                               \
-    #isa, &isa::vector_functions, &h2o::cpu::isa::float_kernels, &h2o::cpu::isa::double_kernels, \
-        &h2o::cpu::isa::float16_kernels, &h2o::cpu::isa::bfloat16_kernels                        \
-  }
-
 // Those that this CPU has, the best one last.
 std::vector<InstructionSet> instruction_sets() {
-  std::vector<InstructionSet> sets = {H2O_INSTRUCTION_SET(baseline)};
-#if defined(H2O_X86)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    sets.push_back(H2O_INSTRUCTION_SET(avx2));
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    sets.push_back(H2O_INSTRUCTION_SET(avx512));
+  std::vector<InstructionSet> sets;
+  for (const InstructionSet set : {InstructionSet::kBaseline, InstructionSet::kAvx2,
+                                   InstructionSet::kAvx512, InstructionSet::kAvx512Bf16}) {
+    if (h2o::cpu::is_supported(set)) sets.push_back(set);
   }
-#endif
   return sets;
 }
 
+// What the namespace of an instruction set holds.
+#if defined(H2O_X86)
+#define H2O_OF(set, outer, member)       \
+  switch (set) {                         \
+    case InstructionSet::kAvx512Bf16:    \
+      return outer::avx512_bf16::member; \
+    case InstructionSet::kAvx512:        \
+      return outer::avx512::member;      \
+    case InstructionSet::kAvx2:          \
+      return outer::avx2::member;        \
+    default:                             \
+      return outer::baseline::member;    \
+  }
+#else
+#define H2O_OF(set, outer, member) \
+  static_cast<void>(set);          \
+  return outer::baseline::member
+#endif
 template <typename T>
-const AttentionKernels<T>& kernels_of(const InstructionSet& set) {
-  if constexpr (std::is_same_v<T, float>) return *set.float_kernels;
-  if constexpr (std::is_same_v<T, double>) return *set.double_kernels;
-  if constexpr (std::is_same_v<T, Float16>) return *set.float16_kernels;
-  if constexpr (std::is_same_v<T, BFloat16>) return *set.bfloat16_kernels;
+const DecodeKernels<T>& decode_kernels_of(InstructionSet set) {
+  H2O_OF(set, h2o::cpu, template decode_kernels<T>());
 }
+template <typename T>
+const ChunkKernels<T>& chunk_kernels_of(InstructionSet set) {
+  H2O_OF(set, h2o::cpu, template chunk_kernels<T>());
+}
+h2o::cpu::ScanSlots& scan_slots_of(InstructionSet set) {
+  H2O_OF(set, h2o::cpu, scan_slots_kernel());
+}
+const VectorFunctions& vector_functions_of(InstructionSet set) { H2O_OF(set, , vector_functions); }
+#undef H2O_OF
 
 // ---- Storage types, converted as torch does -----------------------------------------------------
 
 template <typename T>
 T to_storage(double value) {
-  if constexpr (std::is_same_v<T, Float16>) {
-    return {c10::Half(static_cast<float>(value)).x};
-  } else if constexpr (std::is_same_v<T, BFloat16>) {
-    return {c10::BFloat16(static_cast<float>(value)).x};
-  } else {
-    return static_cast<T>(value);
-  }
+  return static_cast<T>(static_cast<Accumulator<T>>(value));
 }
 
 template <typename T>
 double to_double(T value) {
-  if constexpr (std::is_same_v<T, Float16>) {
-    return static_cast<float>(c10::Half(value.bits, c10::Half::from_bits()));
-  } else if constexpr (std::is_same_v<T, BFloat16>) {
-    return static_cast<float>(c10::BFloat16(value.bits, c10::BFloat16::from_bits()));
-  } else {
-    return value;
-  }
+  return static_cast<Accumulator<T>>(value);
 }
 
 // Half a unit in the last place of numbers in [1, 2): what storing a result may cost.
 template <typename T>
-constexpr double kRounding = std::is_same_v<T, double>    ? 0x1p-53
-                             : std::is_same_v<T, float>   ? 0x1p-24
-                             : std::is_same_v<T, Float16> ? 0x1p-11
-                                                          : 0x1p-8;
+constexpr double kRounding = std::is_same_v<T, double>     ? 0x1p-53
+                             : std::is_same_v<T, float>    ? 0x1p-24
+                             : std::is_same_v<T, at::Half> ? 0x1p-11
+                                                           : 0x1p-8;
 // What the arithmetic before that may be off by, relative to the largest number in it: a few
 // hundred roundings.
 template <typename T>
@@ -161,20 +139,24 @@ struct Rows {
   }
 };
 
+enum class Occupancy { kEmpty, kTwoThirds, kFull };
+
 template <typename T>
 struct Problem {
   using A = Accumulator<T>;
   int64_t group_size, head_dim, capacity, num_new;
   int32_t first_position;  // of the new tokens
   Rows<T> query, k, v, k_new, v_new;
-  std::vector<int32_t> positions;  // by slot, every second element; -1 = empty
+  int64_t positions_stride;
+  std::vector<int32_t> positions;  // by slot, positions_stride apart; -1 = empty
   std::vector<A> slopes;
   A scale;
 
-  // Positions 0..capacity-1 in a random order of slots; a third of the slots is empty, as are all
-  // with `all_empty`. Logits spread over several units: the weights are far from flat.
+  // Positions 0..capacity-1 in a random order of slots. Full caches have their positions side by
+  // side, the others every second element. Logits spread over several units: the weights are far
+  // from flat.
   Problem(int64_t group_size_, int64_t head_dim_, int64_t capacity_, int64_t num_new_, bool alibi,
-          bool all_empty = false)
+          Occupancy occupancy = Occupancy::kTwoThirds)
       : group_size(group_size_),
         head_dim(head_dim_),
         capacity(capacity_),
@@ -185,6 +167,7 @@ struct Problem {
         v(capacity, head_dim),
         k_new(num_new, head_dim),
         v_new(num_new, head_dim),
+        positions_stride(occupancy == Occupancy::kFull ? 1 : 2),
         scale(static_cast<A>(1.5 / std::sqrt(static_cast<double>(head_dim)))) {
     std::mt19937 random(static_cast<uint32_t>(group_size * 1000003 + head_dim * 1009 + capacity));
     std::normal_distribution<double> normal;
@@ -192,10 +175,12 @@ struct Problem {
     std::vector<int32_t> order;
     for (int32_t slot = 0; slot < capacity; ++slot) order.push_back(slot);
     std::shuffle(order.begin(), order.end(), random);
-    positions.assign(static_cast<size_t>(2 * capacity), 7777);
+    positions.assign(static_cast<size_t>(positions_stride * capacity), 7777);
     for (int64_t slot = 0; slot < capacity; ++slot) {
-      const bool empty = all_empty || (capacity > 1 && random() % 3 == 0);
-      positions[static_cast<size_t>(2 * slot)] = empty ? -1 : order[static_cast<size_t>(slot)];
+      const bool empty = occupancy == Occupancy::kEmpty ||
+                         (occupancy == Occupancy::kTwoThirds && capacity > 1 && random() % 3 == 0);
+      positions[static_cast<size_t>(positions_stride * slot)] =
+          empty ? -1 : order[static_cast<size_t>(slot)];
       if (empty) continue;  // its rows stay NaN
       k.fill(slot, draw);
       v.fill(slot, draw);
@@ -214,7 +199,9 @@ struct Problem {
     }
   }
 
-  int32_t position(int64_t slot) const { return positions[static_cast<size_t>(2 * slot)]; }
+  int32_t position(int64_t slot) const {
+    return positions[static_cast<size_t>(positions_stride * slot)];
+  }
   const A* slopes_or_null() const { return slopes.empty() ? nullptr : slopes.data(); }
 
   std::vector<reference::Token> tokens() const {
@@ -261,7 +248,7 @@ struct Ranges {
   int64_t count, stride;  // stride of the weights
   std::vector<A> weights, maximum, sum, output;
 
-  Ranges(const Problem<T>& problem, const AttentionKernels<T>& kernels)
+  Ranges(const Problem<T>& problem, const DecodeKernels<T>& kernels)
       : count((problem.capacity + kSlotsPerRange - 1) / kSlotsPerRange),
         stride(problem.capacity + 2),
         weights(static_cast<size_t>(problem.group_size * stride), kCanary<A>),
@@ -272,13 +259,14 @@ struct Ranges {
       kernels.attend_range({
           .begin = r * kSlotsPerRange,
           .end = std::min(problem.capacity, (r + 1) * kSlotsPerRange),
+          .capacity = problem.capacity,
           .group_size = problem.group_size,
           .head_dim = problem.head_dim,
           .query = problem.query.view(),
           .k = problem.k.view(),
           .v = problem.v.view(),
           .positions = problem.positions.data(),
-          .positions_stride = 2,
+          .positions_stride = problem.positions_stride,
           .query_position = problem.first_position,
           .terms = {problem.scale, problem.slopes_or_null()},
           .weights = weights.data(),
@@ -291,22 +279,24 @@ struct Ranges {
   }
 };
 
-// One whole step: ranges, then merge. Scores are every third element and start at 0.25 * slot.
+// One whole step: ranges, then merge. Scores start at 0.25 * slot; they are side by side where
+// positions are, else every third element.
 template <typename T>
 struct Step {
   using A = Accumulator<T>;
   Rows<T> output;
+  int64_t scores_stride;
   std::vector<A> scores;
   A new_score = 0;
 
-  Step(const Problem<T>& problem, const AttentionKernels<T>& kernels, GqaReduce reduce)
+  Step(const Problem<T>& problem, const DecodeKernels<T>& kernels, GqaReduce reduce)
       : output(problem.group_size, problem.head_dim),
-        scores(static_cast<size_t>(3 * problem.capacity), kCanary<A>) {
+        scores_stride(problem.positions_stride == 1 ? 1 : 3),
+        scores(static_cast<size_t>(scores_stride * problem.capacity), kCanary<A>) {
     const Ranges<T> ranges(problem, kernels);
     for (int64_t slot = 0; slot < problem.capacity; ++slot) score(slot) = start(slot);
-    std::vector<A> scratch(
-        static_cast<size_t>(problem.group_size * (ranges.count + 1) + problem.head_dim + 1),
-        kCanary<A>);
+    std::vector<A> scratch(static_cast<size_t>(problem.group_size * (ranges.count + 1) + 1),
+                           kCanary<A>);
     StepMerge<T> merge = {
         .num_ranges = ranges.count,
         .capacity = problem.capacity,
@@ -323,11 +313,11 @@ struct Step {
         .sum = ranges.sum.data(),
         .partial = ranges.output.data(),
         .positions = problem.positions.data(),
-        .positions_stride = 2,
+        .positions_stride = problem.positions_stride,
         .scratch = scratch.data(),
         .output = output.writable(),
         .scores = scores.data(),
-        .scores_stride = 3,
+        .scores_stride = scores_stride,
         .new_score = -1,
     };
     kernels.merge_step(merge);
@@ -335,7 +325,7 @@ struct Step {
     CHECK(scratch.back() == kCanary<A>);  // no more scratch used than asked for
   }
 
-  A& score(int64_t slot) { return scores[static_cast<size_t>(3 * slot)]; }
+  A& score(int64_t slot) { return scores[static_cast<size_t>(scores_stride * slot)]; }
   static A start(int64_t slot) { return static_cast<A>(0.25) * static_cast<A>(slot); }
 };
 
@@ -394,21 +384,23 @@ TEST_CASE("the kernels in use are the best that this CPU has and the environment
     allowed.resize(std::min<size_t>(allowed.size(), *limit == 'd' ? 1 : 2));
   }
   const InstructionSet best = allowed.back();
-  CHECK(h2o::cpu::instruction_set() == std::string(best.name));
-  CHECK(&h2o::cpu::attention_kernels<float>() == best.float_kernels);
-  CHECK(&h2o::cpu::attention_kernels<double>() == best.double_kernels);
-  CHECK(&h2o::cpu::attention_kernels<Float16>() == best.float16_kernels);
-  CHECK(&h2o::cpu::attention_kernels<BFloat16>() == best.bfloat16_kernels);
-  WARN("instruction sets tested: baseline to " << best.name);
+  CHECK(h2o::cpu::instruction_set() == best);
+  CHECK(&h2o::cpu::decode_kernels<float>() == &decode_kernels_of<float>(best));
+  CHECK(&h2o::cpu::decode_kernels<double>() == &decode_kernels_of<double>(best));
+  CHECK(&h2o::cpu::decode_kernels<at::Half>() == &decode_kernels_of<at::Half>(best));
+  CHECK(&h2o::cpu::decode_kernels<at::BFloat16>() == &decode_kernels_of<at::BFloat16>(best));
+  CHECK(&h2o::cpu::chunk_kernels<float>() == &chunk_kernels_of<float>(best));
+  CHECK(&h2o::cpu::scan_slots_kernel() == &scan_slots_of(best));
+  WARN("instruction sets tested: baseline to " << name_of(best));
 }
 
 TEST_CASE("every float16 and bfloat16 value widens exactly as in torch", "[vector][cpu]") {
   const InstructionSet set = GENERATE(from_range(instruction_sets()));
-  CAPTURE(set.name);
+  CAPTURE(name_of(set));
   const std::vector<uint16_t> bits = all_bits();
   std::vector<float> half(kAllBits), brain(kAllBits);
-  set.vector->widen_float16(bits.data(), kAllBits, half.data());
-  set.vector->widen_bfloat16(bits.data(), kAllBits, brain.data());
+  vector_functions_of(set).widen_float16(bits.data(), kAllBits, half.data());
+  vector_functions_of(set).widen_bfloat16(bits.data(), kAllBits, brain.data());
   int wrong_half = 0, wrong_brain = 0, nan = 0;
   for (size_t i = 0; i < bits.size(); ++i) {
     const float half_exact = c10::Half(bits[i], c10::Half::from_bits());
@@ -427,7 +419,7 @@ TEST_CASE("every float16 and bfloat16 value widens exactly as in torch", "[vecto
 
 TEST_CASE("every float16 and bfloat16 value narrows to itself", "[vector][cpu]") {
   const InstructionSet set = GENERATE(from_range(instruction_sets()));
-  CAPTURE(set.name);
+  CAPTURE(name_of(set));
   const std::vector<uint16_t> bits = all_bits();
   std::vector<float> half, brain;
   for (const uint16_t b : bits) {
@@ -435,8 +427,8 @@ TEST_CASE("every float16 and bfloat16 value narrows to itself", "[vector][cpu]")
     brain.push_back(c10::BFloat16(b, c10::BFloat16::from_bits()));
   }
   std::vector<uint16_t> half_bits(kAllBits), brain_bits(kAllBits);
-  set.vector->narrow_float16(half.data(), kAllBits, half_bits.data());
-  set.vector->narrow_bfloat16(brain.data(), kAllBits, brain_bits.data());
+  vector_functions_of(set).narrow_float16(half.data(), kAllBits, half_bits.data());
+  vector_functions_of(set).narrow_bfloat16(brain.data(), kAllBits, brain_bits.data());
   int wrong_half = 0, wrong_brain = 0;
   for (size_t i = 0; i < bits.size(); ++i) {
     wrong_half += std::isnan(half[i]) ? (half_bits[i] & 0x7fff) <= 0x7c00 : half_bits[i] != bits[i];
@@ -449,7 +441,7 @@ TEST_CASE("every float16 and bfloat16 value narrows to itself", "[vector][cpu]")
 
 TEST_CASE("numbers between two 16-bit values round as in torch", "[vector][cpu]") {
   const InstructionSet set = GENERATE(from_range(instruction_sets()));
-  CAPTURE(set.name);
+  CAPTURE(name_of(set));
   // Around every value of either type and every midpoint between two, and every 99,991st float.
   std::vector<float> values;
   const auto add_around = [&values](uint32_t bits) {
@@ -467,8 +459,10 @@ TEST_CASE("numbers between two 16-bit values round as in torch", "[vector][cpu]"
   for (uint64_t b = 0; b < (uint64_t{1} << 32); b += 99991)
     values.push_back(from_bits(static_cast<uint32_t>(b)));
   std::vector<uint16_t> half(values.size()), brain(values.size());
-  set.vector->narrow_float16(values.data(), static_cast<int64_t>(values.size()), half.data());
-  set.vector->narrow_bfloat16(values.data(), static_cast<int64_t>(values.size()), brain.data());
+  vector_functions_of(set).narrow_float16(values.data(), static_cast<int64_t>(values.size()),
+                                          half.data());
+  vector_functions_of(set).narrow_bfloat16(values.data(), static_cast<int64_t>(values.size()),
+                                           brain.data());
   int wrong_half = 0, wrong_brain = 0;
   for (size_t i = 0; i < values.size(); ++i) {
     if (std::isnan(values[i])) {
@@ -486,14 +480,14 @@ TEST_CASE("numbers between two 16-bit values round as in torch", "[vector][cpu]"
 
 TEST_CASE("the exponential is within 2 units in the last place", "[vector][cpu]") {
   const InstructionSet set = GENERATE(from_range(instruction_sets()));
-  CAPTURE(set.name);
+  CAPTURE(name_of(set));
   // Every 251st float from -0 to the smallest x whose e^x is a normal number, and the last 4,096
   // before it.
   const uint32_t last = bits_of(-87.33654f);
   std::vector<float> x;
   for (uint32_t bits = 0x80000000u; bits <= last; bits += 251) x.push_back(from_bits(bits));
   for (uint32_t bits = last - 4095; bits <= last; ++bits) x.push_back(from_bits(bits));
-  const std::vector<float> y = exponential(*set.vector, x);
+  const std::vector<float> y = exponential(vector_functions_of(set), x);
   double worst = 0.0;
   float worst_x = 0.0f;
   for (size_t i = 0; i < x.size(); ++i) {
@@ -511,12 +505,12 @@ TEST_CASE("the exponential is within 2 units in the last place", "[vector][cpu]"
 
 TEST_CASE("the exponential is exact where a softmax relies on it", "[vector][cpu]") {
   const InstructionSet set = GENERATE(from_range(instruction_sets()));
-  CAPTURE(set.name);
+  CAPTURE(name_of(set));
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const float below = std::nextafterf(-87.33654f, -kInfinity);
   const std::vector<float> y =
-      exponential(*set.vector, {0.0f, -0.0f, -1e-45f, -kInfinity, -3.4e38f, -1000.0f, below,
-                                -87.33654f, std::nanf(""), -std::nanf("")});
+      exponential(vector_functions_of(set), {0.0f, -0.0f, -1e-45f, -kInfinity, -3.4e38f, -1000.0f,
+                                             below, -87.33654f, std::nanf(""), -std::nanf("")});
   CHECK(y[0] == 1.0f);
   CHECK(y[1] == 1.0f);
   CHECK(y[2] == 1.0f);
@@ -528,54 +522,65 @@ TEST_CASE("the exponential is exact where a softmax relies on it", "[vector][cpu
   // A larger x never gives a much smaller number: neighbours differ by the error at most.
   std::vector<double> x(16), z(16);
   for (size_t i = 0; i < x.size(); ++i) x[i] = -50.0 * static_cast<double>(i);
-  set.vector->exponential_double(x.data(), 16, z.data());
+  vector_functions_of(set).exponential_double(x.data(), 16, z.data());
   for (size_t i = 0; i < x.size(); ++i) CHECK(z[i] == std::exp(x[i]));
 }
 
 TEST_CASE("a part of a vector is padded with zeros", "[vector][cpu]") {
   const InstructionSet set = GENERATE(from_range(instruction_sets()));
-  CAPTURE(set.name);
-  const std::vector<float> from = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16};
-  std::vector<uint16_t> half;
-  for (const float value : from) half.push_back(c10::Half(value).x);
-  for (int64_t count = 0; count < set.vector->lanes; ++count) {
+  CAPTURE(name_of(set));
+  const VectorFunctions& functions = vector_functions_of(set);
+  const size_t size = static_cast<size_t>(2 * functions.lanes);
+  std::vector<float> from;
+  std::vector<at::Half> half;
+  std::vector<at::BFloat16> brain;
+  for (size_t i = 0; i < size; ++i) {
+    from.push_back(static_cast<float>(i + 1));
+    half.push_back(from.back());
+    brain.push_back(from.back());
+  }
+  for (size_t count = 0; count <= size; ++count) {
     CAPTURE(count);
-    std::vector<float> expected(static_cast<size_t>(set.vector->lanes), 0.0f);
+    std::vector<float> expected(size, 0.0f);
     std::copy_n(from.begin(), count, expected.begin());
-    std::vector<float> to(expected.size(), -1.0f), to_half(expected.size(), -1.0f);
-    set.vector->load_first_float(from.data(), count, to.data());
-    set.vector->load_first_float16(half.data(), count, to_half.data());
+    std::vector<float> to(size, -1.0f), to_half(to), to_brain(to);
+    const auto first = static_cast<int64_t>(count);
+    functions.load_first_float(from.data(), first, to.data());
+    functions.load_first_float16(half.data(), first, to_half.data());
+    functions.load_first_bfloat16(brain.data(), first, to_brain.data());
     CHECK(to == expected);
     CHECK(to_half == expected);
+    CHECK(to_brain == expected);
   }
 }
 
-TEST_CASE("lanes are summed by halving", "[vector][cpu]") {
+TEST_CASE("neighbouring lanes are summed first", "[vector][cpu]") {
   const InstructionSet set = GENERATE(from_range(instruction_sets()));
-  CAPTURE(set.name);
+  CAPTURE(name_of(set));
   // Added in any other order, the small numbers would be lost beside the large ones.
-  const size_t lanes = static_cast<size_t>(set.vector->lanes);
-  std::vector<float> values(lanes);
-  for (size_t i = 0; i < lanes; ++i) {
-    values[i] = i % 2 == 1 ? 0.5f : i < lanes / 2 ? 0x1p30f : -0x1p30f;
+  const int64_t lanes = vector_functions_of(set).lanes;
+  std::vector<float> values;
+  for (int64_t i = 0; i < lanes; ++i) {
+    values.push_back(i % 4 < 2 ? 0.5f : i % 4 == 2 ? 0x1p30f : -0x1p30f);
   }
-  CHECK(set.vector->sum_lanes(values.data()) == 0.5f * static_cast<float>(lanes / 2));
+  CHECK(vector_functions_of(set).sum_lanes(values.data()) == static_cast<float>(lanes / 4));
 }
 
 // ---- attend_range -------------------------------------------------------------------------------
 
 TEMPLATE_TEST_CASE("a range of slots is attended as plain loops do", "[attend_range][cpu]", float,
-                   double, Float16, BFloat16) {
+                   double, at::Half, at::BFloat16) {
   using T = TestType;
   const int64_t group_size = GENERATE(1, 2, 3, 4, 5, 6, 7, 8, 9, 71);
   const int64_t head_dim = GENERATE(1, 7, 16, 17, 64, 80, 128, 512);
   const int64_t capacity = group_size == 71 ? 37 : head_dim % 3 == 0 ? 128 : 127 - head_dim % 5;
   const bool alibi = group_size % 2 == 0;
-  const Problem<T> problem(group_size, head_dim, capacity, 1, alibi);
+  const Occupancy occupancy = GENERATE(Occupancy::kTwoThirds, Occupancy::kFull);
+  const Problem<T> problem(group_size, head_dim, capacity, 1, alibi, occupancy);
   const std::vector<reference::Token> tokens = problem.tokens();
   for (const InstructionSet& set : instruction_sets()) {
-    CAPTURE(set.name, group_size, head_dim, capacity, alibi);
-    const Ranges<T> ranges(problem, kernels_of<T>(set));
+    CAPTURE(name_of(set), group_size, head_dim, capacity, alibi);
+    const Ranges<T> ranges(problem, decode_kernels_of<T>(set));
     double maximum_error = 0.0, weight_error = 0.0, sum_error = 0.0, output_error = 0.0;
     int written = 0, spread = 0;
     for (int64_t h = 0; h < group_size; ++h) {
@@ -627,13 +632,13 @@ TEMPLATE_TEST_CASE("a range of slots is attended as plain loops do", "[attend_ra
 }
 
 TEMPLATE_TEST_CASE("a range without tokens has no weight", "[attend_range][cpu]", float, double,
-                   Float16, BFloat16) {
+                   at::Half, at::BFloat16) {
   using T = TestType;
   const int64_t group_size = GENERATE(1, 3, 9), capacity = GENERATE(1, 128);
-  const Problem<T> problem(group_size, 17, capacity, 1, true, true);
+  const Problem<T> problem(group_size, 17, capacity, 1, true, Occupancy::kEmpty);
   for (const InstructionSet& set : instruction_sets()) {
-    CAPTURE(set.name, group_size, capacity);
-    const Ranges<T> ranges(problem, kernels_of<T>(set));
+    CAPTURE(name_of(set), group_size, capacity);
+    const Ranges<T> ranges(problem, decode_kernels_of<T>(set));
     using A = Accumulator<T>;
     CHECK(ranges.maximum ==
           std::vector<A>(static_cast<size_t>(group_size), -std::numeric_limits<A>::infinity()));
@@ -651,8 +656,8 @@ TEST_CASE("equal keys have equal weights wherever they lie", "[attend_range][cpu
   std::vector<float> key(problem.k_new[0], problem.k_new[0] + head_dim);
   for (int64_t slot = 0; slot < 127; ++slot) std::copy(key.begin(), key.end(), problem.k[slot]);
   for (const InstructionSet& set : instruction_sets()) {
-    CAPTURE(set.name, group_size, head_dim);
-    const Ranges<float> ranges(problem, kernels_of<float>(set));
+    CAPTURE(name_of(set), group_size, head_dim);
+    const Ranges<float> ranges(problem, decode_kernels_of<float>(set));
     int unequal = 0;
     for (int64_t h = 0; h < group_size; ++h) {
       for (int64_t slot = 0; slot < 127; ++slot) {
@@ -667,7 +672,7 @@ TEST_CASE("equal keys have equal weights wherever they lie", "[attend_range][cpu
 // ---- merge_step ---------------------------------------------------------------------------------
 
 TEMPLATE_TEST_CASE("ranges and the new token join into one softmax", "[merge_step][cpu]", float,
-                   double, Float16, BFloat16) {
+                   double, at::Half, at::BFloat16) {
   using T = TestType;
   // One range to three, full and partly filled; every group size and head_dim once more.
   struct Shape {
@@ -679,13 +684,14 @@ TEMPLATE_TEST_CASE("ranges and the new token join into one softmax", "[merge_ste
                Shape{8, 512, 200}, Shape{9, 64, 384}, Shape{71, 17, 150});
   const GqaReduce reduce = GENERATE(GqaReduce::kSum, GqaReduce::kMax);
   const bool alibi = shape.group_size % 3 != 0;
-  const Problem<T> problem(shape.group_size, shape.head_dim, shape.capacity, 1, alibi);
+  const Occupancy occupancy = GENERATE(Occupancy::kTwoThirds, Occupancy::kFull);
+  const Problem<T> problem(shape.group_size, shape.head_dim, shape.capacity, 1, alibi, occupancy);
   reference::StepResult expected;
   const reference::Head head = problem.attended(reduce, expected);
   for (const InstructionSet& set : instruction_sets()) {
-    CAPTURE(set.name, shape.group_size, shape.head_dim, shape.capacity, alibi,
+    CAPTURE(name_of(set), shape.group_size, shape.head_dim, shape.capacity, alibi,
             reduce == GqaReduce::kMax);
-    Step<T> step(problem, kernels_of<T>(set), reduce);
+    Step<T> step(problem, decode_kernels_of<T>(set), reduce);
     double output_error = 0.0, score_error = 0.0, total = static_cast<double>(step.new_score);
     for (int64_t h = 0; h < shape.group_size; ++h) {
       for (int64_t d = 0; d < shape.head_dim; ++d) {
@@ -724,15 +730,15 @@ TEMPLATE_TEST_CASE("ranges and the new token join into one softmax", "[merge_ste
   }
 }
 
-TEMPLATE_TEST_CASE("a token alone has all the weight", "[merge_step][cpu]", float, double, Float16,
-                   BFloat16) {
+TEMPLATE_TEST_CASE("a token alone has all the weight", "[merge_step][cpu]", float, double, at::Half,
+                   at::BFloat16) {
   using T = TestType;
   const int64_t group_size = GENERATE(1, 4, 9), capacity = GENERATE(1, 300);
   const GqaReduce reduce = GENERATE(GqaReduce::kSum, GqaReduce::kMax);
-  Problem<T> problem(group_size, 17, capacity, 1, true, true);
+  Problem<T> problem(group_size, 17, capacity, 1, true, Occupancy::kEmpty);
   for (const InstructionSet& set : instruction_sets()) {
-    CAPTURE(set.name, group_size, capacity);
-    Step<T> step(problem, kernels_of<T>(set), reduce);
+    CAPTURE(name_of(set), group_size, capacity);
+    Step<T> step(problem, decode_kernels_of<T>(set), reduce);
     CHECK(step.new_score ==
           (reduce == GqaReduce::kSum ? static_cast<Accumulator<T>>(group_size) : 1));
     for (int64_t h = 0; h < group_size; ++h) {
@@ -745,11 +751,11 @@ TEST_CASE("a step repeats bit for bit", "[merge_step][cpu]") {
   const int64_t capacity = GENERATE(1, 17, 128, 300);
   const Problem<float> problem(3, 80, capacity, 1, true);
   for (const InstructionSet& set : instruction_sets()) {
-    CAPTURE(set.name, capacity);
-    Step<float> first(problem, kernels_of<float>(set), GqaReduce::kSum);
+    CAPTURE(name_of(set), capacity);
+    Step<float> first(problem, decode_kernels_of<float>(set), GqaReduce::kSum);
     int different = 0;
     for (int repeat = 0; repeat < 100; ++repeat) {
-      Step<float> again(problem, kernels_of<float>(set), GqaReduce::kSum);
+      Step<float> again(problem, decode_kernels_of<float>(set), GqaReduce::kSum);
       different += !same_bits(first.output.data, again.output.data) ||
                    !same_bits(first.scores, again.scores) || first.new_score != again.new_score;
     }
@@ -758,7 +764,7 @@ TEST_CASE("a step repeats bit for bit", "[merge_step][cpu]") {
 }
 
 TEMPLATE_TEST_CASE("logits far apart neither overflow nor vanish", "[merge_step][cpu]", float,
-                   double, Float16, BFloat16) {
+                   double, at::Half, at::BFloat16) {
   using T = TestType;
   // head_dim 80, query 60s, keys 60s and -60s: q . k is 288,000, out of float16's range; scaled it
   // is 32,199.
@@ -774,8 +780,8 @@ TEMPLATE_TEST_CASE("logits far apart neither overflow nor vanish", "[merge_step]
   fill(problem.k_new[0], 60.0);
   fill(problem.v_new[0], 4.0);
   for (const InstructionSet& set : instruction_sets()) {
-    CAPTURE(set.name);
-    Step<T> step(problem, kernels_of<T>(set), GqaReduce::kSum);
+    CAPTURE(name_of(set));
+    Step<T> step(problem, decode_kernels_of<T>(set), GqaReduce::kSum);
     for (int64_t d = 0; d < 80; ++d) CHECK(to_double(step.output[0][d]) == 3.0);
     CHECK(step.score(0) == 0.5);
     CHECK(step.score(1) == 0.25);  // as it was: a weight of exactly 0
@@ -784,7 +790,7 @@ TEMPLATE_TEST_CASE("logits far apart neither overflow nor vanish", "[merge_step]
 }
 
 TEMPLATE_TEST_CASE("any range may hold all of the mass", "[merge_step][cpu]", float, double,
-                   Float16, BFloat16) {
+                   at::Half, at::BFloat16) {
   using T = TestType;
   // Logits of 0 everywhere but in one slot, or for the new token, whose weight e^900 overflows both
   // float32 and float64 unless the largest logit of all is taken away first.
@@ -801,8 +807,8 @@ TEMPLATE_TEST_CASE("any range may hold all of the mass", "[merge_step][cpu]", fl
   std::fill_n(problem.v_new[0], 16, to_storage<T>(slot < 0 ? 3.0 : 1.0));
   if (slot >= 0) std::fill_n(problem.k[slot], 16, to_storage<T>(7.5));
   for (const InstructionSet& set : instruction_sets()) {
-    CAPTURE(set.name, slot);
-    Step<T> step(problem, kernels_of<T>(set), GqaReduce::kSum);
+    CAPTURE(name_of(set), slot);
+    Step<T> step(problem, decode_kernels_of<T>(set), GqaReduce::kSum);
     int wrong = 0;
     for (int64_t d = 0; d < 16; ++d) wrong += to_double(step.output[0][d]) != 3.0;
     for (int64_t s = 0; s < 300; ++s) {
@@ -811,6 +817,59 @@ TEMPLATE_TEST_CASE("any range may hold all of the mass", "[merge_step][cpu]", fl
     CHECK(wrong == 0);
     CHECK(error_of(step.new_score, slot < 0 ? 1.0 : 0.0) < 1e-300);
   }
+}
+
+// ---- scan_slots
+
+TEST_CASE("a scan in vectors finds what the scan slot by slot does", "[scan_slots][cpu]") {
+  const InstructionSet set = GENERATE(from_range(instruction_sets()));
+  CAPTURE(name_of(set));
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const std::vector<float> few = {0.0f,           -0.0f,      1.0f,      std::nanf(""),
+                                  -std::nanf(""), -kInfinity, kInfinity, 1e-42f,
+                                  -1e-42f,        -3.0f,      0x1p-126f};
+  std::mt19937 random(11);
+  const auto below = [&random](int64_t bound) {
+    return static_cast<int64_t>(random() % static_cast<uint32_t>(bound));
+  };
+  int different = 0, victims = 0, ties = 0, nobody = 0, with_room = 0;
+  for (int trial = 0; trial < 20000; ++trial) {
+    const int64_t capacity = below(trial % 100 == 0 ? 3000 : 70);
+    const int64_t distinct = 1 + below(12);  // values among the scores: ties, often
+    const int64_t empty = below(3) == 0 ? 1 + below(10) : 0, newest = below(90);
+    std::vector<float> scores;
+    std::vector<int32_t> positions;
+    for (int64_t slot = 0; slot < capacity; ++slot) {
+      const bool is_empty = empty != 0 && below(10) < empty;
+      scores.push_back(distinct > 11 ? static_cast<float>(random()) * 1e-9f
+                                     : few[static_cast<size_t>(below(distinct))]);
+      // Positions may repeat and lie ahead of the newest: whatever a caller's tensor holds.
+      positions.push_back(is_empty ? -1 - static_cast<int32_t>(below(2)) * 7
+                                   : static_cast<int32_t>(below(trial % 7 == 0 ? 5 : 100)));
+    }
+    const h2o::Budget budget = {
+        .num_sink = below(5), .num_heavy = below(10), .num_recent = below(100)};
+    const auto expected = h2o::cpu::scan_slots<float>(scores.data(), 1, positions.data(), 1,
+                                                      capacity, newest, budget);
+    const auto actual =
+        scan_slots_of(set)(scores.data(), positions.data(), capacity, newest, budget);
+    const bool same_score = std::memcmp(&actual.victim_score, &expected.victim_score, 4) == 0;
+    different += actual.occupied != expected.occupied ||
+                 actual.lowest_empty != expected.lowest_empty || actual.victim != expected.victim ||
+                 actual.victim_position != expected.victim_position || !same_score;
+    victims += expected.victim >= 0;
+    nobody += expected.victim < 0 && expected.occupied > 0;
+    with_room += expected.lowest_empty >= 0;
+    for (int64_t slot = 0; slot < capacity; ++slot) {
+      ties += slot != expected.victim && expected.victim >= 0 &&
+              scores[static_cast<size_t>(slot)] == expected.victim_score;
+    }
+  }
+  CHECK(different == 0);
+  CHECK(victims > 5000);
+  CHECK(nobody > 1000);
+  CHECK(with_room > 2000);
+  CHECK(ties > 5000);
 }
 
 // ---- attend_tile --------------------------------------------------------------------------------
@@ -826,7 +885,7 @@ struct Tiles {
   Rows<T> query, k_new, v_new, output;
   std::vector<A> column_sums;
 
-  Tiles(const Problem<T>& problem, const AttentionKernels<T>& kernels, GqaReduce reduce,
+  Tiles(const Problem<T>& problem, const ChunkKernels<T>& kernels, GqaReduce reduce,
         bool with_output)
       : query(problem.group_size * width(problem), problem.head_dim),
         k_new(width(problem), problem.head_dim),
@@ -897,7 +956,7 @@ struct Tiles {
 }  // namespace
 
 TEMPLATE_TEST_CASE("a chunk attends causally as plain loops do", "[attend_tile][cpu]", float,
-                   double, Float16, BFloat16) {
+                   double, at::Half, at::BFloat16) {
   using T = TestType;
   // Below, at and above a block of 64 keys and a tile of 64 rows.
   struct Shape {
@@ -913,9 +972,9 @@ TEMPLATE_TEST_CASE("a chunk attends causally as plain loops do", "[attend_tile][
   reference::StepResult expected;
   const reference::Head head = problem.attended(reduce, expected);
   for (const InstructionSet& set : instruction_sets()) {
-    CAPTURE(set.name, shape.group_size, shape.head_dim, shape.capacity, shape.num_new,
+    CAPTURE(name_of(set), shape.group_size, shape.head_dim, shape.capacity, shape.num_new,
             reduce == GqaReduce::kMax);
-    Tiles<T> tiles(problem, kernels_of<T>(set), reduce, true);
+    Tiles<T> tiles(problem, chunk_kernels_of<T>(set), reduce, true);
     double output_error = 0.0, sum_error = 0.0;
     for (int64_t i = 0; i < shape.num_new; ++i) {
       for (int64_t h = 0; h < shape.group_size; ++h) {
@@ -955,7 +1014,7 @@ TEMPLATE_TEST_CASE("a chunk attends causally as plain loops do", "[attend_tile][
     }
     CHECK(written == 0);
     // Without a place for the output the sums are the same.
-    const Tiles<T> sums_only(problem, kernels_of<T>(set), reduce, false);
+    const Tiles<T> sums_only(problem, chunk_kernels_of<T>(set), reduce, false);
     CHECK(same_bits(sums_only.column_sums, tiles.column_sums));
   }
 }
@@ -965,12 +1024,12 @@ TEST_CASE("a token's output does not depend on the tokens after it", "[attend_ti
   const int64_t group_size = GENERATE(1, 4);
   Problem<float> problem(group_size, 17, 10, 9, false);
   for (const InstructionSet& set : instruction_sets()) {
-    CAPTURE(set.name, later, group_size);
-    Tiles<float> before(problem, kernels_of<float>(set), GqaReduce::kSum, true);
+    CAPTURE(name_of(set), later, group_size);
+    Tiles<float> before(problem, chunk_kernels_of<float>(set), GqaReduce::kSum, true);
     Problem<float> changed = problem;
     std::fill_n(changed.k_new[8], 17, later);
     std::fill_n(changed.v_new[8], 17, later);
-    Tiles<float> after(changed, kernels_of<float>(set), GqaReduce::kSum, true);
+    Tiles<float> after(changed, chunk_kernels_of<float>(set), GqaReduce::kSum, true);
     int different = 0;
     for (int64_t h = 0; h < group_size; ++h) {
       for (size_t i = 0; i < 8; ++i) {

@@ -2,10 +2,11 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/full.h>
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
-#include "h2o/kernels/cpu/attention_kernels.h"
+#include "h2o/kernels/cpu/decode_kernels.h"
 #include "h2o/kernels/cpu/slot_selection.h"
 #include "h2o/ops/checks.h"
 #include "h2o/ops/cpu/backend.h"
@@ -91,110 +92,160 @@ class Decoder {
   }
 
   // One token of each of `rows`: the paper's step. The slots are split into fixed ranges, which may
-  // run on different threads; merge_step joins them in order.
+  // run on different threads; the thread that ends the last range of a (row, KV head) joins them,
+  // in order.
   void run_step(const std::vector<int64_t>& rows, int64_t token) {
-    const int64_t num_ranges = (capacity_ + kSlotsPerRange - 1) / kSlotsPerRange;
+    const int64_t num_ranges = this->num_ranges();
     const int64_t num_heads = static_cast<int64_t>(rows.size()) * num_kv_heads_;
-    const int64_t stats = num_ranges * group_size_;
-    const int64_t scratch = stats + group_size_ + head_dim_;
     if (workspace_ == nullptr) {
       const int64_t most_heads = static_cast<int64_t>(tokens_.size()) * num_kv_heads_;
-      workspace_.reset(new A[static_cast<size_t>(
-          most_heads * (group_size_ * capacity_ + stats * (head_dim_ + 2) + scratch))]);
+      workspace_.reset(new A[static_cast<size_t>(most_heads * HeadStep::workspace_size(*this))]);
+      ranges_left_.reset(new std::atomic<int64_t>[static_cast<size_t>(most_heads)]);
     }
-    A* const weights = workspace_.get();
-    A* const maximum = weights + num_heads * group_size_ * capacity_;
-    A* const sum = maximum + num_heads * stats;
-    A* const partial = sum + num_heads * stats;
-    A* const scratches = partial + num_heads * stats * head_dim_;
-    const auto for_head = [&](int64_t item, auto&& body) {
-      const int64_t row = rows[static_cast<size_t>(item / num_kv_heads_)],
-                    head = item % num_kv_heads_;
-      body(row, head, tokens_[static_cast<size_t>(row)].columns[static_cast<size_t>(token)],
-           tokens_[static_cast<size_t>(row)].positions[static_cast<size_t>(token)]);
-    };
+    for (int64_t item = 0; item < num_heads; ++item) {
+      ranges_left_[static_cast<size_t>(item)].store(num_ranges, std::memory_order_relaxed);
+    }
     // About 64 Ki elements of K and V are worth a second thread.
     const int64_t grain =
         std::max<int64_t>(1, (int64_t{1} << 16) / (2 * kSlotsPerRange * head_dim_));
     at::parallel_for(0, num_heads * num_ranges, grain, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
-        const int64_t item = i / num_ranges, range = i % num_ranges;
-        for_head(item, [&](int64_t row, int64_t head, int64_t column, int32_t position) {
-          attention_kernels<T>().attend_range({
-              .begin = range * kSlotsPerRange,
-              .end = std::min(capacity_, (range + 1) * kSlotsPerRange),
-              .group_size = group_size_,
-              .head_dim = head_dim_,
-              .query = {at<const T>(query_, row, head * group_size_, column), query_.stride(1)},
-              .k = {at<const T>(call_.cache.k_cache, row, head), call_.cache.k_cache.stride(2)},
-              .v = {at<const T>(call_.cache.v_cache, row, head), call_.cache.v_cache.stride(2)},
-              .positions = positions(row, head),
-              .positions_stride = call_.cache.positions.stride(2),
-              .query_position = position,
-              .terms = terms(head),
-              .weights = weights + item * group_size_ * capacity_,
-              .weights_stride = capacity_,
-              .maximum = maximum + item * stats + range * group_size_,
-              .sum = sum + item * stats + range * group_size_,
-              .output = partial + (item * stats + range * group_size_) * head_dim_,
-          });
-        });
+        const int64_t item = i / num_ranges;
+        const int64_t row = rows[static_cast<size_t>(item / num_kv_heads_)];
+        const RowTokens& tokens = tokens_[static_cast<size_t>(row)];
+        const HeadStep step(*this, row, item % num_kv_heads_,
+                            tokens.columns[static_cast<size_t>(token)],
+                            tokens.positions[static_cast<size_t>(token)], item);
+        step.attend(i % num_ranges);
+        if (ranges_left_[static_cast<size_t>(item)].fetch_sub(1) == 1) step.finish();
       }
     });
-    const int64_t head_grain = std::max<int64_t>(1, (int64_t{1} << 14) / (group_size_ * capacity_));
-    at::parallel_for(0, num_heads, head_grain, [&](int64_t first, int64_t last) {
-      for (int64_t item = first; item < last; ++item) {
-        for_head(item, [&](int64_t row, int64_t head, int64_t column, int32_t position) {
-          StepMerge<T> step = {
-              .num_ranges = num_ranges,
-              .capacity = capacity_,
-              .group_size = group_size_,
-              .head_dim = head_dim_,
-              .gqa_reduce = call_.gqa_reduce,
-              .query = {at<const T>(query_, row, head * group_size_, column), query_.stride(1)},
-              .k_new = at<const T>(k_new_, row, head, column),
-              .v_new = at<const T>(v_new_, row, head, column),
-              .terms = terms(head),
-              .weights = weights + item * group_size_ * capacity_,
-              .weights_stride = capacity_,
-              .maximum = maximum + item * stats,
-              .sum = sum + item * stats,
-              .partial = partial + item * stats * head_dim_,
-              .positions = positions(row, head),
-              .positions_stride = call_.cache.positions.stride(2),
-              .scratch = scratches + item * scratch,
-              .output = {at<T>(output_, row, head * group_size_, column), output_.stride(1)},
-              .scores = scores(row, head),
-              .scores_stride = call_.cache.scores.stride(2),
-              .new_score = 0,
-          };
-          attention_kernels<T>().merge_step(step);
-          place_token(row, head, column, position, step.new_score);
-        });
+  }
+
+  // The step of one (row, KV head), with its part of the workspace.
+  class HeadStep {
+   public:
+    static int64_t workspace_size(const Decoder& decoder) {
+      const int64_t stats = decoder.num_ranges() * decoder.group_size_;
+      return decoder.group_size_ * (decoder.capacity_ + 1) + stats * (decoder.head_dim_ + 3);
+    }
+
+    HeadStep(const Decoder& decoder, int64_t row, int64_t head, int64_t column, int32_t position,
+             int64_t item)
+        : decoder_(decoder),
+          row_(row),
+          head_(head),
+          column_(column),
+          position_(position),
+          stats_(decoder.num_ranges() * decoder.group_size_),
+          weights_(decoder.workspace_.get() + item * workspace_size(decoder)),
+          maximum_(weights_ + decoder.group_size_ * decoder.capacity_),
+          sum_(maximum_ + stats_),
+          partial_(sum_ + stats_),
+          scratch_(partial_ + stats_ * decoder.head_dim_) {}
+
+    // Steps 1-3 as far as a range of slots has a part in them.
+    void attend(int64_t range) const {
+      const KVCache& cache = decoder_.call_.cache;
+      const int64_t group_size = decoder_.group_size_, begin = range * kSlotsPerRange;
+      decode_kernels<T>().attend_range({
+          .begin = begin,
+          .end = std::min(decoder_.capacity_, begin + kSlotsPerRange),
+          .capacity = decoder_.capacity_,
+          .group_size = group_size,
+          .head_dim = decoder_.head_dim_,
+          .query = query(),
+          .k = {decoder_.at<const T>(cache.k_cache, row_, head_), cache.k_cache.stride(2)},
+          .v = {decoder_.at<const T>(cache.v_cache, row_, head_), cache.v_cache.stride(2)},
+          .positions = decoder_.positions(row_, head_),
+          .positions_stride = cache.positions.stride(2),
+          .query_position = position_,
+          .terms = decoder_.terms(head_),
+          .weights = weights_,
+          .weights_stride = decoder_.capacity_,
+          .maximum = maximum_ + range * group_size,
+          .sum = sum_ + range * group_size,
+          .output = partial_ + range * group_size * decoder_.head_dim_,
+      });
+    }
+
+    // What is left once every range has been attended: the output, the scores, steps 4-6.
+    void finish() const {
+      const KVCache& cache = decoder_.call_.cache;
+      const int64_t first_query = head_ * decoder_.group_size_;
+      StepMerge<T> step = {
+          .num_ranges = decoder_.num_ranges(),
+          .capacity = decoder_.capacity_,
+          .group_size = decoder_.group_size_,
+          .head_dim = decoder_.head_dim_,
+          .gqa_reduce = decoder_.call_.gqa_reduce,
+          .query = query(),
+          .k_new = decoder_.at<const T>(decoder_.k_new_, row_, head_, column_),
+          .v_new = decoder_.at<const T>(decoder_.v_new_, row_, head_, column_),
+          .terms = decoder_.terms(head_),
+          .weights = weights_,
+          .weights_stride = decoder_.capacity_,
+          .maximum = maximum_,
+          .sum = sum_,
+          .partial = partial_,
+          .positions = decoder_.positions(row_, head_),
+          .positions_stride = cache.positions.stride(2),
+          .scratch = scratch_,
+          .output = {decoder_.at<T>(decoder_.output_, row_, first_query, column_),
+                     decoder_.output_.stride(1)},
+          .scores = decoder_.scores(row_, head_),
+          .scores_stride = cache.scores.stride(2),
+          .new_score = 0,
+      };
+      decode_kernels<T>().merge_step(step);
+      decoder_.place_token(row_, head_, column_, position_, step.new_score);
+    }
+
+   private:
+    VectorRows<const T> query() const {
+      return {decoder_.at<const T>(decoder_.query_, row_, head_ * decoder_.group_size_, column_),
+              decoder_.query_.stride(1)};
+    }
+
+    const Decoder& decoder_;
+    const int64_t row_, head_, column_;
+    const int32_t position_;
+    const int64_t stats_;
+    A *const weights_, *const maximum_, *const sum_, *const partial_, *const scratch_;
+  };
+  int64_t num_ranges() const { return (capacity_ + kSlotsPerRange - 1) / kSlotsPerRange; }
+
+  SlotScan<A> scan(int64_t row, int64_t head, int32_t newest, const Budget& budget) const {
+    const int64_t scores_stride = call_.cache.scores.stride(2),
+                  positions_stride = call_.cache.positions.stride(2);
+    if constexpr (std::is_same_v<A, float>) {
+      if (scores_stride == 1 && positions_stride == 1) {
+        return scan_slots_kernel()(scores(row, head), positions(row, head), capacity_, newest,
+                                   budget);
       }
-    });
+    }
+    return scan_slots<A>(scores(row, head), scores_stride, positions(row, head), positions_stride,
+                         capacity_, newest, budget);
   }
 
   // Steps 4-6 for one new token.
   void place_token(int64_t row, int64_t head, int64_t column, int32_t position, A new_score) const {
     const Budget& budget = budgets_[static_cast<size_t>(row)];
-    const SlotScan<A> scan =
-        scan_slots<A>(scores(row, head), call_.cache.scores.stride(2), positions(row, head),
-                      call_.cache.positions.stride(2), capacity_, position, budget);
-    if (scan.occupied + 1 <= budget.total()) {
-      overwrite_slot(row, head, scan.lowest_empty, column, new_score, position);
+    const SlotScan<A> slots = scan(row, head, position, budget);
+    if (slots.occupied + 1 <= budget.total()) {
+      overwrite_slot(row, head, slots.lowest_empty, column, new_score, position);
       return;
     }
     int32_t* const left = at<int32_t>(evicted_, row, head, column);
     const bool new_one_leaves =
-        scan.victim < 0 ||
+        slots.victim < 0 ||
         (!is_protected(position, position, budget) &&
-         leaves_before(new_score, position, scan.victim_score, scan.victim_position));
+         leaves_before(new_score, position, slots.victim_score, slots.victim_position));
     if (new_one_leaves) {
       *left = position;
     } else {
-      *left = scan.victim_position;
-      overwrite_slot(row, head, scan.victim, column, new_score, position);
+      *left = slots.victim_position;
+      overwrite_slot(row, head, slots.victim, column, new_score, position);
     }
   }
 
@@ -303,6 +354,7 @@ class Decoder {
   const int64_t num_kv_heads_, capacity_, head_dim_, group_size_;
   std::vector<A> slopes_;
   std::unique_ptr<A[]> workspace_;
+  std::unique_ptr<std::atomic<int64_t>[]> ranges_left_;  // of each (row, KV head)
 };
 
 }  // namespace
@@ -326,12 +378,12 @@ DecodeOutputs attention_decode(const DecodeCall& call) {
   if (padded) output.zero_();
   at::Tensor evicted = at::full({call.cache.batch(), call.cache.num_kv_heads(), num_new}, -1,
                                 call.cache.positions.options());
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, query.scalar_type(), "h2o_attention_decode", [&] {
-        Decoder<Storage<scalar_t>>(call, query, k_new, v_new, std::move(tokens), std::move(budgets),
-                                   output, evicted)
-            .run();
-      });
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(),
+                                  "h2o_attention_decode", [&] {
+                                    Decoder<scalar_t>(call, query, k_new, v_new, std::move(tokens),
+                                                      std::move(budgets), output, evicted)
+                                        .run();
+                                  });
   return {output, evicted};
 }
 

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "h2o/kernels/cpu/attention_kernels.h"
+#include "h2o/kernels/cpu/chunk_kernels.h"
 
 // Several new tokens of each row attend causally, over the row's cache and themselves, and their
 // weights are summed by column: the shared heart of one-shot prefill, streaming chunks and
@@ -74,7 +74,7 @@ void attend_chunks(std::vector<HeadChunk<T>>& chunks, const Finish& finish) {
         for (int64_t t = part.group; t < chunk.num_tiles(); t += kGroups) {
           tile.first = t * per_tile;
           tile.count = std::min(per_tile, chunk.num_tokens - tile.first);
-          attention_kernels<T>().attend_tile(tile);
+          chunk_kernels<T>().attend_tile(tile);
         }
       }
     });

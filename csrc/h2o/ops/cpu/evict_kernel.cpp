@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "h2o/kernels/cpu/rows.h"
 #include "h2o/kernels/cpu/slot_selection.h"
 #include "h2o/ops/checks.h"
 #include "h2o/ops/cpu/backend.h"
@@ -112,10 +113,9 @@ at::Tensor evict(const EvictCall& call) {
         at::parallel_for(0, cache.batch() * num_kv_heads, grain, [&](int64_t first, int64_t last) {
           for (int64_t i = first; i < last; ++i) {
             const int64_t row = i / num_kv_heads;
-            evict_head<Storage<scalar_t>>(cache, k_new, v_new, scores_new,
-                                          tokens[static_cast<size_t>(row)],
-                                          budgets[static_cast<size_t>(row)], row, i % num_kv_heads,
-                                          left + i * (cache.capacity() + num_new));
+            evict_head<scalar_t>(cache, k_new, v_new, scores_new, tokens[static_cast<size_t>(row)],
+                                 budgets[static_cast<size_t>(row)], row, i % num_kv_heads,
+                                 left + i * (cache.capacity() + num_new));
           }
         });
       });

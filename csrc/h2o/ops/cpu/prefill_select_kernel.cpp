@@ -103,7 +103,7 @@ SelectOutputs prefill_select(const SelectCall& call) {
       at::zeros({batch, num_kv_heads, budget}, options.dtype(score_dtype(query.scalar_type())));
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, query.scalar_type(), "h2o_prefill_select",
-      [&] { select_tokens<Storage<scalar_t>>(call, query, key, rows, budgets, selected, scores); });
+      [&] { select_tokens<scalar_t>(call, query, key, rows, budgets, selected, scores); });
   return {selected, scores};
 }
 

@@ -8,18 +8,11 @@
 #include <vector>
 
 #include "h2o/budget.h"
-#include "h2o/kernels/cpu/attention_kernels.h"
 
 // What the CPU operators read of a batch before they start: which columns of each row hold tokens,
 // and each row's budget. On the CPU the values can be looked at, so they are checked here, before
 // anything is written.
 namespace h2o::cpu {
-
-// ATen's scalar types as the kernels know them; bit for bit the same.
-template <typename Scalar>
-using Storage =
-    std::conditional_t<std::is_same_v<Scalar, at::Half>, Float16,
-                       std::conditional_t<std::is_same_v<Scalar, at::BFloat16>, BFloat16, Scalar>>;
 
 template <typename T>
 T* data_of(const at::Tensor& tensor) {

@@ -1,0 +1,594 @@
+// Compiled once per instruction set (CMakeLists.txt sets H2O_ISA, CPU_CAPABILITY and the compiler's
+// flags). Whatever is emitted here may use instructions that the CPU lacks, so nothing with
+// external linkage may be shared with other files: no standard containers or algorithms, everything
+// in an unnamed namespace or in ATen's, which is named after CPU_CAPABILITY. Exported are tables
+// alone.
+#include "h2o/kernels/cpu/decode_kernels.h"
+
+#include "h2o/kernels/cpu/vector.h"
+#include "h2o/kernels/gqa_reduce.h"
+
+namespace h2o::cpu {
+namespace {
+
+// Query heads served per pass over the keys, and slots whose rows they meet at once: as many sums
+// as there are registers for.
+constexpr int kMaxHeads = kManyRegisters ? 8 : 4;
+constexpr int slots_at_once(int num_heads) {
+  if (kManyRegisters) return num_heads == 1 ? 8 : num_heads <= 4 ? 4 : 2;
+  return num_heads == 1 ? 4 : 2;
+}
+
+// Rows are fetched so many slots ahead, into the second-level cache: the processor itself does not
+// look past a row's end.
+constexpr int64_t kPrefetchSlots = 16;
+template <typename T>
+inline void prefetch(const T* row, int64_t head_dim) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t d = 0; d < head_dim; d += kLine) __builtin_prefetch(row + d, 0, 2);
+}
+
+// ---- q . k of some heads and some slots
+
+// The queries of kHeads heads as the products take them: widened once.
+template <typename T, int kHeads>
+class Queries {
+ public:
+  using A = Accumulator<T>;
+
+  Queries(const VectorRows<const T>& rows, int64_t first_head, int64_t head_dim)
+      : head_dim_(head_dim) {
+    for (int h = 0; h < kHeads; ++h) {
+      for_each_pair(rows[first_head + h], head_dim, [&](const Pair<A>& pair, int64_t d) {
+        store(values_[h] + d, pair.first);
+        store(values_[h] + d + kLanes<A>, pair.second);
+      });
+    }
+  }
+
+  // logits[head * stride + slot] of kSlots keys.
+  template <int kSlots>
+  void dot(const T* const* keys, A* logits, int64_t stride) const {
+    Vector<A> sums[kHeads][kSlots];
+    H2O_UNROLL
+    for (int h = 0; h < kHeads; ++h) {
+      H2O_UNROLL
+      for (int s = 0; s < kSlots; ++s) sums[h][s] = Vector<A>(0);
+    }
+    int64_t d = 0;
+    for (; d + kPairLanes<A> <= head_dim_; d += kPairLanes<A>) {
+      Pair<A> key[kSlots];
+      H2O_UNROLL
+      for (int s = 0; s < kSlots; ++s) key[s] = load_pair(keys[s] + d);
+      add<kSlots>(key, d, sums);
+    }
+    if (d < head_dim_) {
+      Pair<A> key[kSlots];
+      H2O_UNROLL
+      for (int s = 0; s < kSlots; ++s) key[s] = load_pair(keys[s] + d, head_dim_ - d);
+      add<kSlots>(key, d, sums);
+    }
+    H2O_UNROLL
+    for (int h = 0; h < kHeads; ++h) sum_lanes_of_each<A, kSlots>(sums[h], logits + h * stride);
+  }
+
+ private:
+  template <int kSlots>
+  void add(const Pair<A> (&key)[kSlots], int64_t d, Vector<A> (&sums)[kHeads][kSlots]) const {
+    H2O_UNROLL
+    for (int h = 0; h < kHeads; ++h) {
+      const Pair<A> query = {load(values_[h] + d), load(values_[h] + d + kLanes<A>)};
+      H2O_UNROLL
+      for (int s = 0; s < kSlots; ++s) {
+        sums[h][s] = at::vec::fmadd(query.first, key[s].first, sums[h][s]);
+        sums[h][s] = at::vec::fmadd(query.second, key[s].second, sums[h][s]);
+      }
+    }
+  }
+
+  const int64_t head_dim_;
+  alignas(64) A values_[kHeads][kMaxHeadDim];
+};
+
+#if defined(__AVX512BF16__)
+// Two products of bfloat16 a lane, added to a float32 sum. Subnormal numbers count as zero.
+template <int kHeads>
+class Queries<at::BFloat16, kHeads> {
+ public:
+  using T = at::BFloat16;
+
+  Queries(const VectorRows<const T>& rows, int64_t first_head, int64_t head_dim)
+      : head_dim_(head_dim) {
+    for (int h = 0; h < kHeads; ++h) {
+      const T* const row = rows[first_head + h];
+      for (int64_t d = 0; d < head_dim; d += kStep) {
+        Vector<T>::loadu(row + d, head_dim - d < kStep ? head_dim - d : kStep)
+            .store(values_[h] + d);
+      }
+    }
+  }
+
+  template <int kSlots>
+  void dot(const T* const* keys, float* logits, int64_t stride) const {
+    __m512 sums[kHeads][kSlots];
+    H2O_UNROLL
+    for (int h = 0; h < kHeads; ++h) {
+      H2O_UNROLL
+      for (int s = 0; s < kSlots; ++s) sums[h][s] = _mm512_setzero_ps();
+    }
+    int64_t d = 0;
+    for (; d + kStep <= head_dim_; d += kStep) {
+      Vector<T> key[kSlots];
+      H2O_UNROLL
+      for (int s = 0; s < kSlots; ++s) key[s] = Vector<T>::loadu(keys[s] + d);
+      add<kSlots>(key, d, sums);
+    }
+    if (d < head_dim_) {
+      Vector<T> key[kSlots];
+      H2O_UNROLL
+      for (int s = 0; s < kSlots; ++s) key[s] = Vector<T>::loadu(keys[s] + d, head_dim_ - d);
+      add<kSlots>(key, d, sums);
+    }
+    H2O_UNROLL
+    for (int h = 0; h < kHeads; ++h) {
+      Vector<float> of_head[kSlots];
+      H2O_UNROLL
+      for (int s = 0; s < kSlots; ++s) of_head[s] = sums[h][s];
+      sum_lanes_of_each<float, kSlots>(of_head, logits + h * stride);
+    }
+  }
+
+ private:
+  static constexpr int64_t kStep = Vector<T>::size();
+
+  template <int kSlots>
+  void add(const Vector<T> (&key)[kSlots], int64_t d, __m512 (&sums)[kHeads][kSlots]) const {
+    H2O_UNROLL
+    for (int h = 0; h < kHeads; ++h) {
+      const __m512bh query = (__m512bh)(__m512i)Vector<T>::loadu(values_[h] + d);
+      H2O_UNROLL
+      for (int s = 0; s < kSlots; ++s) {
+        sums[h][s] = _mm512_dpbf16_ps(sums[h][s], query, (__m512bh)(__m512i)key[s]);
+      }
+    }
+  }
+
+  const int64_t head_dim_;
+  alignas(64) T values_[kHeads][kMaxHeadDim];
+};
+#endif
+
+// ---- Weights times v of some heads
+
+// sums[head][d...] += weight * v over some slots, kPairs pairs of d at a time.
+template <typename T, int kHeads, int kPairs, bool kWhole>
+void weigh_columns(const Accumulator<T>* weights, int64_t weights_stride, const T* const* values,
+                   int64_t count, int64_t d, int64_t head_dim,
+                   Accumulator<T> (*sums)[kMaxHeadDim]) {
+  using A = Accumulator<T>;
+  Pair<A> sum[kHeads][kPairs];
+  H2O_UNROLL
+  for (int h = 0; h < kHeads; ++h) {
+    H2O_UNROLL
+    for (int c = 0; c < kPairs; ++c) {
+      const A* const from = sums[h] + d + c * kPairLanes<A>;
+      sum[h][c] = {load(from), load(from + kLanes<A>)};
+    }
+  }
+  for (int64_t s = 0; s < count; ++s) {
+    Pair<A> value[kPairs];
+    H2O_UNROLL
+    for (int c = 0; c < kPairs; ++c) {
+      const T* const from = values[s] + d + c * kPairLanes<A>;
+      value[c] = kWhole ? load_pair(from) : load_pair(from, head_dim - d);
+    }
+    H2O_UNROLL
+    for (int h = 0; h < kHeads; ++h) {
+      const Vector<A> weight(weights[h * weights_stride + s]);
+      H2O_UNROLL
+      for (int c = 0; c < kPairs; ++c) {
+        sum[h][c].first = at::vec::fmadd(value[c].first, weight, sum[h][c].first);
+        sum[h][c].second = at::vec::fmadd(value[c].second, weight, sum[h][c].second);
+      }
+    }
+  }
+  H2O_UNROLL
+  for (int h = 0; h < kHeads; ++h) {
+    H2O_UNROLL
+    for (int c = 0; c < kPairs; ++c) {
+      A* const to = sums[h] + d + c * kPairLanes<A>;
+      store(to, sum[h][c].first);
+      store(to + kLanes<A>, sum[h][c].second);
+    }
+  }
+}
+
+template <typename T, int kHeads>
+void weigh(const Accumulator<T>* weights, int64_t weights_stride, const T* const* values,
+           int64_t count, int64_t head_dim, Accumulator<T> (*sums)[kMaxHeadDim]) {
+  using A = Accumulator<T>;
+  constexpr int kPairs = kManyRegisters && kHeads <= 4 ? 2 : 1;
+  int64_t d = 0;
+  for (; d + kPairs * kPairLanes<A> <= head_dim; d += kPairs * kPairLanes<A>) {
+    weigh_columns<T, kHeads, kPairs, true>(weights, weights_stride, values, count, d, head_dim,
+                                           sums);
+  }
+  for (; d + kPairLanes<A> <= head_dim; d += kPairLanes<A>) {
+    weigh_columns<T, kHeads, 1, true>(weights, weights_stride, values, count, d, head_dim, sums);
+  }
+  if (d < head_dim) {
+    weigh_columns<T, kHeads, 1, false>(weights, weights_stride, values, count, d, head_dim, sums);
+  }
+}
+
+// ---- A range of slots
+
+// Turns the logits of `count` slots into weights; the caller's array has room for a whole vector
+// more.
+template <typename A>
+void softmax(A* weights, int64_t count, A scale, A* maximum, A* sum) {
+  const int64_t whole = round_up(count, kLanes<A>);
+  for (int64_t i = count; i < whole; ++i) weights[i] = kMinusInfinity<A>;
+  Vector<A> most(kMinusInfinity<A>);
+  for (int64_t i = 0; i < whole; i += kLanes<A>) {
+    const Vector<A> logit = load(weights + i) * Vector<A>(scale);
+    store(weights + i, logit);
+    // A NaN is passed over here and shows in the sum.
+    most = Vector<A>::blendv(most, logit, logit > most);
+  }
+  A lanes[kLanes<A>];
+  store(lanes, most);
+  *maximum = kMinusInfinity<A>;
+  for (const A lane : lanes) *maximum = larger(*maximum, lane);
+  const Vector<A> base(*maximum == kMinusInfinity<A> ? A{0} : *maximum);
+  Vector<A> total(0);
+  for (int64_t i = 0; i < whole; i += kLanes<A>) {
+    const Vector<A> weight = exponential(load(weights + i) - base);
+    store(weights + i, weight);
+    total = total + weight;
+  }
+  *sum = sum_lanes<A>(total);
+}
+
+template <typename T, int kHeads>
+void attend_heads(const SlotRange<T>& range, int64_t first_head, const int32_t* slots,
+                  int64_t count) {
+  using A = Accumulator<T>;
+  constexpr int kSlots = slots_at_once(kHeads);
+  const int64_t head_dim = range.head_dim;
+  const Queries<T, kHeads> queries(range.query, first_head, head_dim);
+  const T* keys[kSlotsPerRange];
+  const T* values[kSlotsPerRange];
+  for (int64_t i = 0; i < count; ++i) {
+    keys[i] = range.k[slots[i]];
+    values[i] = range.v[slots[i]];
+  }
+  // Where every slot is occupied, a weight's place is its slot's.
+  const bool is_full = count == kSlotsPerRange;
+  A gathered[kHeads * kSlotsPerRange];
+  A* const by_slot = range.weights + first_head * range.weights_stride;
+  A* const weights = is_full ? by_slot + range.begin : gathered;
+  const int64_t stride = is_full ? range.weights_stride : kSlotsPerRange;
+
+  int64_t i = 0;
+  for (; i + kSlots <= count; i += kSlots) {
+    H2O_UNROLL
+    for (int s = 0; s < kSlots; ++s) {
+      const int64_t ahead = i + kPrefetchSlots + s;
+      if (ahead < count) {
+        prefetch(keys[ahead], head_dim);
+      } else if (ahead - count < count) {
+        prefetch(values[ahead - count], head_dim);
+      }
+    }
+    queries.template dot<kSlots>(keys + i, weights + i, stride);
+  }
+  for (; i < count; ++i) queries.template dot<1>(keys + i, weights + i, stride);
+
+  for (int h = 0; h < kHeads; ++h) {
+    A* const of_head = weights + h * stride;
+    A scale = range.terms.scale;
+    if (range.terms.alibi_slopes != nullptr) {
+      for (int64_t s = 0; s < count; ++s) {
+        const int64_t distance =
+            int64_t{range.positions[slots[s] * range.positions_stride]} - range.query_position;
+        of_head[s] = of_head[s] * scale +
+                     range.terms.alibi_slopes[first_head + h] * static_cast<A>(distance);
+      }
+      scale = 1;
+    }
+    softmax(of_head, count, scale, range.maximum + first_head + h, range.sum + first_head + h);
+    if (is_full) continue;
+    for (int64_t s = 0; s < count; ++s) by_slot[h * range.weights_stride + slots[s]] = of_head[s];
+  }
+
+  // A block of rows at a time, which stays in the first-level cache for all passes over it.
+  constexpr int64_t kBlock = 16;
+  A sums[kHeads][kMaxHeadDim];
+  for (int h = 0; h < kHeads; ++h) {
+    for (int64_t d = 0; d < round_up(head_dim, kPairLanes<A>); ++d) sums[h][d] = 0;
+  }
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t size = count - begin < kBlock ? count - begin : kBlock;
+    for (int64_t ahead = begin + kPrefetchSlots; ahead < begin + kPrefetchSlots + size; ++ahead) {
+      if (ahead < count) {
+        prefetch(values[ahead], head_dim);
+      } else if (range.end + ahead - count < range.capacity) {
+        prefetch(range.k[range.end + ahead - count], head_dim);
+      }
+    }
+    weigh<T, kHeads>(weights + begin, stride, values + begin, size, head_dim, sums);
+  }
+  for (int h = 0; h < kHeads; ++h) {
+    A* const output = range.output + (first_head + h) * head_dim;
+    for (int64_t d = 0; d < head_dim; d += kPairLanes<A>) {
+      const Pair<A> sum = {load(sums[h] + d), load(sums[h] + d + kLanes<A>)};
+      store_first<A>(output + d, in_order<T>(sum),
+                     head_dim - d < kPairLanes<A> ? head_dim - d : kPairLanes<A>);
+    }
+  }
+}
+
+// attend_heads of `num_heads` heads, at most kMaxHeads.
+template <typename T, int kHeads = kMaxHeads>
+void attend_some_heads(const SlotRange<T>& range, int64_t first_head, int64_t num_heads,
+                       const int32_t* slots, int64_t count) {
+  if constexpr (kHeads > 1) {
+    if (num_heads < kHeads) {
+      attend_some_heads<T, kHeads - 1>(range, first_head, num_heads, slots, count);
+      return;
+    }
+  }
+  attend_heads<T, kHeads>(range, first_head, slots, count);
+}
+
+template <typename T>
+void attend_range(const SlotRange<T>& range) {
+  using A = Accumulator<T>;
+  int32_t slots[kSlotsPerRange];
+  int64_t count = 0;
+  for (int64_t s = range.begin; s < range.end; ++s) {
+    slots[count] = static_cast<int32_t>(s);
+    count += range.positions[s * range.positions_stride] >= 0;
+  }
+  if (count == 0) {
+    for (int64_t h = 0; h < range.group_size; ++h) {
+      range.maximum[h] = kMinusInfinity<A>;
+      range.sum[h] = 0;
+      for (int64_t d = 0; d < range.head_dim; ++d) range.output[h * range.head_dim + d] = 0;
+    }
+    return;
+  }
+  for (int64_t h = 0; h < range.group_size; h += kMaxHeads) {
+    const int64_t left = range.group_size - h;
+    attend_some_heads<T>(range, h, left < kMaxHeads ? left : kMaxHeads, slots, count);
+  }
+}
+
+// ---- The ranges and the new token together
+
+// The weights of the group's heads for one slot, or for a vector of slots, become one number.
+template <typename Reduce, typename V>
+inline V combine(const V& a, const V& b) {
+  if constexpr (std::is_arithmetic_v<V>) {
+    return Reduce::combine(a, b);
+  } else if constexpr (std::is_same_v<Reduce, SumReduce>) {
+    return a + b;
+  } else {
+    return at::vec::maximum(a, b);  // NaN if one of them is
+  }
+}
+
+// factors[range, head]: what turns a range's weights into softmax weights, and the new token's own
+// softmax weights behind them.
+template <typename T>
+void normalise(const StepMerge<T>& step, Accumulator<T>* factors, Accumulator<T>* new_weights) {
+  using A = Accumulator<T>;
+  const int64_t group_size = step.group_size;
+  for (int64_t h = 0; h < group_size; ++h) {
+    const T* const key = step.k_new;
+    A logit;
+    Queries<T, 1>(step.query, h, step.head_dim).template dot<1>(&key, &logit, 1);
+    logit *= step.terms.scale;  // its distance to itself is 0: no ALiBi
+    A maximum = larger(kMinusInfinity<A>, logit);
+    for (int64_t r = 0; r < step.num_ranges; ++r) {
+      maximum = larger(maximum, step.maximum[r * group_size + h]);
+    }
+    A total = 0;
+    for (int64_t r = 0; r < step.num_ranges; ++r) {
+      // An empty range has a sum of 0, and so has one in which every logit is -inf.
+      const A factor = exponential(step.maximum[r * group_size + h] - maximum);
+      factors[r * group_size + h] = factor;
+      total += step.sum[r * group_size + h] * factor;
+    }
+    new_weights[h] = exponential(logit - maximum);
+    total += new_weights[h];
+    for (int64_t r = 0; r < step.num_ranges; ++r) factors[r * group_size + h] /= total;
+    new_weights[h] /= total;
+  }
+}
+
+template <typename T>
+void merge_outputs(const StepMerge<T>& step, const Accumulator<T>* factors,
+                   const Accumulator<T>* new_weights) {
+  using A = Accumulator<T>;
+  const int64_t group_size = step.group_size, head_dim = step.head_dim;
+  for (int64_t d = 0; d < head_dim; d += kPairLanes<A>) {
+    const int64_t count = head_dim - d < kPairLanes<A> ? head_dim - d : kPairLanes<A>;
+    const Pair<A> value = in_order<T>(load_pair(step.v_new + d, count));
+    for (int64_t h = 0; h < group_size; ++h) {
+      Pair<A> sum = {Vector<A>(0), Vector<A>(0)};
+      const auto add = [&sum](const Pair<A>& pair, A weight) {
+        sum.first = at::vec::fmadd(pair.first, Vector<A>(weight), sum.first);
+        sum.second = at::vec::fmadd(pair.second, Vector<A>(weight), sum.second);
+      };
+      for (int64_t r = 0; r < step.num_ranges; ++r) {
+        if (step.sum[r * group_size + h] == 0) continue;
+        add(load_pair(step.partial + (r * group_size + h) * head_dim + d, count),
+            factors[r * group_size + h]);
+      }
+      add(value, new_weights[h]);
+      store_first<T>(step.output[h] + d, sum, count);
+    }
+  }
+}
+
+// Adds the mass of the slots begin..end of one range to their scores.
+template <typename T, typename Reduce>
+void add_scores(const StepMerge<T>& step, int64_t begin, int64_t end,
+                const Accumulator<T>* factors) {
+  using A = Accumulator<T>;
+  int64_t s = begin;
+  if constexpr (std::is_same_v<A, float>) {
+    if (step.scores_stride == 1 && step.positions_stride == 1) {
+      for (; s + kLanes<A> <= end; s += kLanes<A>) {
+        Vector<A> mass = load(step.weights + s) * Vector<A>(factors[0]);
+        for (int64_t h = 1; h < step.group_size; ++h) {
+          const A* const of_head = step.weights + h * step.weights_stride;
+          mass = combine<Reduce>(mass, load(of_head + s) * Vector<A>(factors[h]));
+        }
+        const Vector<A> score = load(step.scores + s);
+        const auto is_empty = Vector<int32_t>::loadu(step.positions + s) < Vector<int32_t>(0);
+        store(step.scores + s, Vector<A>::blendv(score + mass, score, at::vec::cast<A>(is_empty)));
+      }
+    }
+  }
+  for (; s < end; ++s) {
+    if (step.positions[s * step.positions_stride] < 0) continue;
+    A mass = step.weights[s] * factors[0];
+    for (int64_t h = 1; h < step.group_size; ++h) {
+      mass = combine<Reduce>(mass, step.weights[h * step.weights_stride + s] * factors[h]);
+    }
+    step.scores[s * step.scores_stride] += mass;
+  }
+}
+
+template <typename T, typename Reduce>
+void merge_step_with(StepMerge<T>& step) {
+  using A = Accumulator<T>;
+  A* const factors = step.scratch;
+  A* const new_weights = factors + step.num_ranges * step.group_size;
+  normalise(step, factors, new_weights);
+  merge_outputs(step, factors, new_weights);
+  for (int64_t r = 0; r < step.num_ranges; ++r) {
+    const int64_t begin = r * kSlotsPerRange, end = begin + kSlotsPerRange;
+    add_scores<T, Reduce>(step, begin, end < step.capacity ? end : step.capacity,
+                          factors + r * step.group_size);
+  }
+  A mass = new_weights[0];
+  for (int64_t h = 1; h < step.group_size; ++h) mass = combine<Reduce>(mass, new_weights[h]);
+  step.new_score = mass;
+}
+
+template <typename T>
+void merge_step(StepMerge<T>& step) {
+  step.gqa_reduce == GqaReduce::kSum ? merge_step_with<T, SumReduce>(step)
+                                     : merge_step_with<T, MaxReduce>(step);
+}
+
+// ---- Who would leave
+
+// One candidate per lane: whole numbers in the order of slot_order.h's leaves_before().
+struct Candidates {
+  using V = Vector<int32_t>;
+  V key = V(INT32_MAX), position = V(INT32_MAX), slot = V(INT32_MAX);
+};
+
+// The bits of a float as a whole number of the same order; NaN is the lowest, -0.0 is 0.0.
+inline Vector<int32_t> order_of(const Vector<float>& score) {
+  using V = Vector<int32_t>;
+  const V bits = at::vec::cast<int32_t>(score + Vector<float>(0.0f));
+  const V key = bits ^ ((bits >> V(31)) & V(INT32_MAX));
+  return V::blendv(key, V(INT32_MIN), at::vec::cast<int32_t>(score.isnan()));
+}
+
+SlotScan<float> scan_slots(const float* scores, const int32_t* positions, int64_t capacity,
+                           int64_t newest, const Budget& budget) {
+  using V = Vector<int32_t>;
+  constexpr int64_t kStep = kLanes<float>;
+  static_assert(kLanes<int32_t> == kStep);
+  const int64_t last = newest - budget.num_recent;  // a negative one protects everybody
+  const V oldest_allowed(static_cast<int32_t>(budget.num_sink));
+  const V newest_allowed(static_cast<int32_t>(last < -1 ? -1 : last));
+  Candidates best;
+  V num_occupied(0), lowest_empty(INT32_MAX), slot = V::arange(0, 1);
+  const auto look = [&](const Vector<float>& score, const V& position) {
+    const V is_empty = position < V(0);
+    num_occupied = num_occupied + V(1) + is_empty;  // true is -1
+    lowest_empty = at::vec::minimum(lowest_empty, V::blendv(V(INT32_MAX), slot, is_empty));
+    const V may_leave = (position >= oldest_allowed) & (position <= newest_allowed);
+    const V key = order_of(score);
+    const V leaves_before = (key < best.key) | ((key == best.key) & (position < best.position));
+    const V is_better = may_leave & leaves_before;
+    best.key = V::blendv(best.key, key, is_better);
+    best.position = V::blendv(best.position, position, is_better);
+    best.slot = V::blendv(best.slot, slot, is_better);
+    slot = slot + V(static_cast<int32_t>(kStep));
+  };
+  int64_t s = 0;
+  for (; s + kStep <= capacity; s += kStep) look(load(scores + s), V::loadu(positions + s));
+  int64_t padding = 0;
+  if (s < capacity) {
+    // Filled up with occupied slots that nobody may evict.
+    int32_t rest[kStep];
+    for (int64_t i = 0; i < kStep; ++i) rest[i] = s + i < capacity ? positions[s + i] : INT32_MAX;
+    padding = s + kStep - capacity;
+    look(Vector<float>::loadu(scores + s, capacity - s), V::loadu(rest));
+  }
+  int32_t keys[kStep], at[kStep], slots[kStep], occupied[kStep], empty[kStep];
+  best.key.store(keys);
+  best.position.store(at);
+  best.slot.store(slots);
+  num_occupied.store(occupied);
+  lowest_empty.store(empty);
+  SlotScan<float> scan;
+  scan.occupied = -padding;
+  int32_t first_empty = INT32_MAX;
+  int64_t lane = 0;
+  for (int64_t i = 0; i < kStep; ++i) {
+    scan.occupied += occupied[i];
+    if (empty[i] < first_empty) first_empty = empty[i];
+    // Where even the position repeats, the lower slot, as everywhere.
+    if (keys[i] < keys[lane] || (keys[i] == keys[lane] && at[i] < at[lane]) ||
+        (keys[i] == keys[lane] && at[i] == at[lane] && slots[i] < slots[lane])) {
+      lane = i;
+    }
+  }
+  if (first_empty != INT32_MAX) scan.lowest_empty = first_empty;
+  if (slots[lane] != INT32_MAX) {
+    scan.victim = slots[lane];
+    scan.victim_score = scores[scan.victim];
+    scan.victim_position = at[lane];
+  }
+  return scan;
+}
+
+template <typename T>
+constexpr DecodeKernels<T> kDecodeKernels = {attend_range<T>, merge_step<T>};
+
+}  // namespace
+
+namespace H2O_ISA {
+template <typename T>
+const DecodeKernels<T>& decode_kernels();
+template <>
+const DecodeKernels<float>& decode_kernels() {
+  return kDecodeKernels<float>;
+}
+template <>
+const DecodeKernels<double>& decode_kernels() {
+  return kDecodeKernels<double>;
+}
+template <>
+const DecodeKernels<at::Half>& decode_kernels() {
+  return kDecodeKernels<at::Half>;
+}
+template <>
+const DecodeKernels<at::BFloat16>& decode_kernels() {
+  return kDecodeKernels<at::BFloat16>;
+}
+ScanSlots& scan_slots_kernel();
+ScanSlots& scan_slots_kernel() { return scan_slots; }
+}  // namespace H2O_ISA
+
+}  // namespace h2o::cpu

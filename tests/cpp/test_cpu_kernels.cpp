@@ -259,7 +259,7 @@ struct Ranges {
       kernels.attend_range({
           .begin = r * kSlotsPerRange,
           .end = std::min(problem.capacity, (r + 1) * kSlotsPerRange),
-          .capacity = problem.capacity,
+          .fetch_end = problem.capacity,
           .group_size = problem.group_size,
           .head_dim = problem.head_dim,
           .query = problem.query.view(),

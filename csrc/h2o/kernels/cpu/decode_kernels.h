@@ -13,7 +13,7 @@ template <typename T>
 struct SlotRange {
   using A = Accumulator<T>;
   int64_t begin, end;  // slots; at most kSlotsPerRange
-  int64_t capacity;    // what lies behind `end` up to here is fetched ahead
+  int64_t fetch_end;   // K of the slots from `end` to here is fetched ahead for the next range
   int64_t group_size, head_dim;
   VectorRows<const T> query;  // [group_size]
   VectorRows<const T> k, v;   // [capacity]

@@ -19,16 +19,26 @@ constexpr int slots_at_once(int num_heads) {
   return num_heads == 1 ? 4 : 2;
 }
 
-// Rows are fetched so many slots ahead, into the second-level cache: the processor itself does not
+// Rows are fetched so many rows ahead, into the second-level cache: the processor itself does not
 // look past a row's end.
-constexpr int64_t kPrefetchSlots = 16;
+constexpr int64_t kRowsAhead = 32;
 template <typename T>
-inline void prefetch(const T* row, int64_t head_dim) {
+inline void prefetch(const T* from, int64_t count) {
   constexpr int64_t kLine = 64 / sizeof(T);
-  for (int64_t d = 0; d < head_dim; d += kLine) __builtin_prefetch(row + d, 0, 2);
+  for (int64_t d = 0; d < count; d += kLine) __builtin_prefetch(from + d, 0, 2);
 }
 
 // ---- q . k of some heads and some slots
+
+// logits[head * stride + slot] of [kHeads, kSlots] vectors of partial sums.
+template <int kHeads, int kSlots, typename A>
+inline void store_sums(const Vector<A> (&sums)[kHeads * kSlots], A* logits, int64_t stride) {
+  A flat[kHeads * kSlots];
+  sum_lanes_of_each<A, kHeads * kSlots>(sums, flat);
+  for (int h = 0; h < kHeads; ++h) {
+    __builtin_memcpy(logits + h * stride, flat + h * kSlots, kSlots * sizeof(A));
+  }
+}
 
 // The queries of kHeads heads as the products take them: widened once.
 template <typename T, int kHeads>
@@ -49,12 +59,9 @@ class Queries {
   // logits[head * stride + slot] of kSlots keys.
   template <int kSlots>
   void dot(const T* const* keys, A* logits, int64_t stride) const {
-    Vector<A> sums[kHeads][kSlots];
+    Vector<A> sums[kHeads * kSlots];
     H2O_UNROLL
-    for (int h = 0; h < kHeads; ++h) {
-      H2O_UNROLL
-      for (int s = 0; s < kSlots; ++s) sums[h][s] = Vector<A>(0);
-    }
+    for (int i = 0; i < kHeads * kSlots; ++i) sums[i] = Vector<A>(0);
     int64_t d = 0;
     for (; d + kPairLanes<A> <= head_dim_; d += kPairLanes<A>) {
       Pair<A> key[kSlots];
@@ -68,20 +75,20 @@ class Queries {
       for (int s = 0; s < kSlots; ++s) key[s] = load_pair(keys[s] + d, head_dim_ - d);
       add<kSlots>(key, d, sums);
     }
-    H2O_UNROLL
-    for (int h = 0; h < kHeads; ++h) sum_lanes_of_each<A, kSlots>(sums[h], logits + h * stride);
+    store_sums<kHeads, kSlots>(sums, logits, stride);
   }
 
  private:
   template <int kSlots>
-  void add(const Pair<A> (&key)[kSlots], int64_t d, Vector<A> (&sums)[kHeads][kSlots]) const {
+  void add(const Pair<A> (&key)[kSlots], int64_t d, Vector<A> (&sums)[kHeads * kSlots]) const {
     H2O_UNROLL
     for (int h = 0; h < kHeads; ++h) {
       const Pair<A> query = {load(values_[h] + d), load(values_[h] + d + kLanes<A>)};
       H2O_UNROLL
       for (int s = 0; s < kSlots; ++s) {
-        sums[h][s] = at::vec::fmadd(query.first, key[s].first, sums[h][s]);
-        sums[h][s] = at::vec::fmadd(query.second, key[s].second, sums[h][s]);
+        Vector<A>& sum = sums[h * kSlots + s];
+        sum = at::vec::fmadd(query.first, key[s].first, sum);
+        sum = at::vec::fmadd(query.second, key[s].second, sum);
       }
     }
   }
@@ -110,12 +117,9 @@ class Queries<at::BFloat16, kHeads> {
 
   template <int kSlots>
   void dot(const T* const* keys, float* logits, int64_t stride) const {
-    __m512 sums[kHeads][kSlots];
+    Vector<float> sums[kHeads * kSlots];
     H2O_UNROLL
-    for (int h = 0; h < kHeads; ++h) {
-      H2O_UNROLL
-      for (int s = 0; s < kSlots; ++s) sums[h][s] = _mm512_setzero_ps();
-    }
+    for (int i = 0; i < kHeads * kSlots; ++i) sums[i] = Vector<float>(0);
     int64_t d = 0;
     for (; d + kStep <= head_dim_; d += kStep) {
       Vector<T> key[kSlots];
@@ -129,26 +133,22 @@ class Queries<at::BFloat16, kHeads> {
       for (int s = 0; s < kSlots; ++s) key[s] = Vector<T>::loadu(keys[s] + d, head_dim_ - d);
       add<kSlots>(key, d, sums);
     }
-    H2O_UNROLL
-    for (int h = 0; h < kHeads; ++h) {
-      Vector<float> of_head[kSlots];
-      H2O_UNROLL
-      for (int s = 0; s < kSlots; ++s) of_head[s] = sums[h][s];
-      sum_lanes_of_each<float, kSlots>(of_head, logits + h * stride);
-    }
+    store_sums<kHeads, kSlots>(sums, logits, stride);
   }
 
  private:
   static constexpr int64_t kStep = Vector<T>::size();
 
   template <int kSlots>
-  void add(const Vector<T> (&key)[kSlots], int64_t d, __m512 (&sums)[kHeads][kSlots]) const {
+  void add(const Vector<T> (&key)[kSlots], int64_t d,
+           Vector<float> (&sums)[kHeads * kSlots]) const {
     H2O_UNROLL
     for (int h = 0; h < kHeads; ++h) {
       const __m512bh query = (__m512bh)(__m512i)Vector<T>::loadu(values_[h] + d);
       H2O_UNROLL
       for (int s = 0; s < kSlots; ++s) {
-        sums[h][s] = _mm512_dpbf16_ps(sums[h][s], query, (__m512bh)(__m512i)key[s]);
+        Vector<float>& sum = sums[h * kSlots + s];
+        sum = _mm512_dpbf16_ps(sum, query, (__m512bh)(__m512i)key[s]);
       }
     }
   }
@@ -176,6 +176,7 @@ void weigh_columns(const Accumulator<T>* weights, int64_t weights_stride, const 
     }
   }
   for (int64_t s = 0; s < count; ++s) {
+    prefetch(values[s + kRowsAhead] + d, kPairs * kPairLanes<A>);
     Pair<A> value[kPairs];
     H2O_UNROLL
     for (int c = 0; c < kPairs; ++c) {
@@ -257,11 +258,16 @@ void attend_heads(const SlotRange<T>& range, int64_t first_head, const int32_t* 
   constexpr int kSlots = slots_at_once(kHeads);
   const int64_t head_dim = range.head_dim;
   const Queries<T, kHeads> queries(range.query, first_head, head_dim);
-  const T* keys[kSlotsPerRange];
-  const T* values[kSlotsPerRange];
+  // Every row in the order in which it is needed; behind them those of the next range.
+  const T* keys[2 * kSlotsPerRange + kRowsAhead];
+  const T** const values = keys + count;
   for (int64_t i = 0; i < count; ++i) {
     keys[i] = range.k[slots[i]];
     values[i] = range.v[slots[i]];
+  }
+  for (int64_t i = 0; i < kRowsAhead; ++i) {
+    values[count + i] =
+        range.end + i < range.fetch_end ? range.k[range.end + i] : values[count - 1];
   }
   // Where every slot is occupied, a weight's place is its slot's.
   const bool is_full = count == kSlotsPerRange;
@@ -273,14 +279,7 @@ void attend_heads(const SlotRange<T>& range, int64_t first_head, const int32_t* 
   int64_t i = 0;
   for (; i + kSlots <= count; i += kSlots) {
     H2O_UNROLL
-    for (int s = 0; s < kSlots; ++s) {
-      const int64_t ahead = i + kPrefetchSlots + s;
-      if (ahead < count) {
-        prefetch(keys[ahead], head_dim);
-      } else if (ahead - count < count) {
-        prefetch(values[ahead - count], head_dim);
-      }
-    }
+    for (int s = 0; s < kSlots; ++s) prefetch(keys[i + s + kRowsAhead], head_dim);
     queries.template dot<kSlots>(keys + i, weights + i, stride);
   }
   for (; i < count; ++i) queries.template dot<1>(keys + i, weights + i, stride);
@@ -310,13 +309,6 @@ void attend_heads(const SlotRange<T>& range, int64_t first_head, const int32_t* 
   }
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t size = count - begin < kBlock ? count - begin : kBlock;
-    for (int64_t ahead = begin + kPrefetchSlots; ahead < begin + kPrefetchSlots + size; ++ahead) {
-      if (ahead < count) {
-        prefetch(values[ahead], head_dim);
-      } else if (range.end + ahead - count < range.capacity) {
-        prefetch(range.k[range.end + ahead - count], head_dim);
-      }
-    }
     weigh<T, kHeads>(weights + begin, stride, values + begin, size, head_dim, sums);
   }
   for (int h = 0; h < kHeads; ++h) {
@@ -346,10 +338,19 @@ template <typename T>
 void attend_range(const SlotRange<T>& range) {
   using A = Accumulator<T>;
   int32_t slots[kSlotsPerRange];
-  int64_t count = 0;
+  int64_t count = range.end - range.begin;
+  int32_t lowest = 0;
   for (int64_t s = range.begin; s < range.end; ++s) {
-    slots[count] = static_cast<int32_t>(s);
-    count += range.positions[s * range.positions_stride] >= 0;
+    const int32_t position = range.positions[s * range.positions_stride];
+    lowest = position < lowest ? position : lowest;
+    slots[s - range.begin] = static_cast<int32_t>(s);
+  }
+  if (lowest < 0) {
+    count = 0;
+    for (int64_t s = range.begin; s < range.end; ++s) {
+      slots[count] = static_cast<int32_t>(s);
+      count += range.positions[s * range.positions_stride] >= 0;
+    }
   }
   if (count == 0) {
     for (int64_t h = 0; h < range.group_size; ++h) {
@@ -379,31 +380,36 @@ inline V combine(const V& a, const V& b) {
   }
 }
 
-// factors[range, head]: what turns a range's weights into softmax weights, and the new token's own
-// softmax weights behind them.
+// factors[range, head], which turn a range's weights into softmax weights, and behind them
+// new_weights[head], the new token's own.
 template <typename T>
 void normalise(const StepMerge<T>& step, Accumulator<T>* factors, Accumulator<T>* new_weights) {
   using A = Accumulator<T>;
-  const int64_t group_size = step.group_size;
+  const int64_t group_size = step.group_size, num_factors = step.num_ranges * group_size;
   for (int64_t h = 0; h < group_size; ++h) {
     const T* const key = step.k_new;
     A logit;
     Queries<T, 1>(step.query, h, step.head_dim).template dot<1>(&key, &logit, 1);
     logit *= step.terms.scale;  // its distance to itself is 0: no ALiBi
     A maximum = larger(kMinusInfinity<A>, logit);
-    for (int64_t r = 0; r < step.num_ranges; ++r) {
-      maximum = larger(maximum, step.maximum[r * group_size + h]);
+    for (int64_t i = h; i < num_factors; i += group_size) {
+      maximum = larger(maximum, step.maximum[i]);
     }
+    for (int64_t i = h; i < num_factors; i += group_size) factors[i] = step.maximum[i] - maximum;
+    new_weights[h] = logit - maximum;
+  }
+  // new_weights lies behind the factors.
+  int64_t i = 0;
+  for (; i + kLanes<A> <= num_factors + group_size; i += kLanes<A>) {
+    store(factors + i, exponential(load(factors + i)));
+  }
+  for (; i < num_factors + group_size; ++i) factors[i] = exponential(factors[i]);
+  for (int64_t h = 0; h < group_size; ++h) {
+    // An empty range has a sum of 0, and so has one in which every logit is -inf.
     A total = 0;
-    for (int64_t r = 0; r < step.num_ranges; ++r) {
-      // An empty range has a sum of 0, and so has one in which every logit is -inf.
-      const A factor = exponential(step.maximum[r * group_size + h] - maximum);
-      factors[r * group_size + h] = factor;
-      total += step.sum[r * group_size + h] * factor;
-    }
-    new_weights[h] = exponential(logit - maximum);
+    for (int64_t r = h; r < num_factors; r += group_size) total += step.sum[r] * factors[r];
     total += new_weights[h];
-    for (int64_t r = 0; r < step.num_ranges; ++r) factors[r * group_size + h] /= total;
+    for (int64_t r = h; r < num_factors; r += group_size) factors[r] /= total;
     new_weights[h] /= total;
   }
 }

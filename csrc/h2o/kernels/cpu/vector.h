@@ -124,11 +124,13 @@ inline void store_first(T* to, const Pair<at::opmath_type<T>>& numbers, int64_t 
   }
 }
 
-// The sum of each vector's lanes, kCount of them (a power of two) side by side from `to`:
-// neighbours are added until one is left, so that a vector's sum does not depend on kCount.
+// The sums of the lanes of kCount vectors, side by side from `to`: neighbours are added until one
+// is left, so that a vector's sum does not depend on the others.
 template <typename A, int kCount>
 inline void sum_lanes_of_each(const Vector<A> (&values)[kCount], A* to) {
-  constexpr int kAtOnce = kCount < kLanes<A> ? kCount : static_cast<int>(kLanes<A>);
+  // As many as share their additions: a power of two.
+  constexpr int kLargest = kCount & -kCount;
+  constexpr int kAtOnce = kLargest < kLanes<A> ? kLargest : static_cast<int>(kLanes<A>);
   const auto add_neighbours = [](const Vector<A>& a, const Vector<A>& b) {
     const auto [even, odd] = at::vec::deinterleave2(a, b);
     return even + odd;
@@ -163,13 +165,11 @@ inline A sum_lanes(const Vector<A>& value) {
 // 20 units and Vectorized::exp() is a call of Sleef's.
 inline Vector<float> exponential(const Vector<float>& x) {
   using V = Vector<float>;
-  const auto underflow = x < V(-87.33654f);
-  const V clamped = V::blendv(x, V(0.0f), underflow);
   // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number.
   const V magic(12582912.0f);
-  const V shifted = at::vec::fmadd(clamped, V(1.44269504088896341f), magic);
+  const V shifted = at::vec::fmadd(x, V(1.44269504088896341f), magic);
   const V whole = shifted - magic;
-  V r = at::vec::fmadd(whole, V(-0.693359375f), clamped);
+  V r = at::vec::fmadd(whole, V(-0.693359375f), x);
   r = at::vec::fmadd(whole, V(2.12194440e-4f), r);
   V y = at::vec::fmadd(V(1.9875691500e-4f), r, V(1.3981999507e-3f));
   y = at::vec::fmadd(y, r, V(8.3334519073e-3f));
@@ -177,11 +177,12 @@ inline Vector<float> exponential(const Vector<float>& x) {
   y = at::vec::fmadd(y, r, V(1.6666665459e-1f));
   y = at::vec::fmadd(y, r, V(5.0000001201e-1f));
   y = at::vec::fmadd(y, r * r, r) + V(1.0f);
-  const Vector<int32_t> exponent = (at::vec::cast<int32_t>(shifted) - at::vec::cast<int32_t>(magic))
-                                   << Vector<int32_t>(23);
-  const V scaled = at::vec::cast<float>(at::vec::cast<int32_t>(y) + exponent);
-  // A NaN must stay one: the exponent's bits may have spoilt it.
-  return V::blendv(V::blendv(scaled, x, x.isnan()), V(0.0f), underflow);
+  // 2^whole: the whole number stands in the low bits of `shifted`, 127 is the exponent's bias. A
+  // product, so that a NaN stays one.
+  const Vector<int32_t> exponent(127 - 0x4b400000);
+  const V power =
+      at::vec::cast<float>((at::vec::cast<int32_t>(shifted) + exponent) << Vector<int32_t>(23));
+  return V::blendv(y * power, V(0.0f), x < V(-87.33654f));
 }
 inline float exponential(float x) {
   float lanes[kLanes<float>];

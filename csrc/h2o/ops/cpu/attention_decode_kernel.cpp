@@ -105,19 +105,29 @@ class Decoder {
     for (int64_t item = 0; item < num_heads; ++item) {
       ranges_left_[static_cast<size_t>(item)].store(num_ranges, std::memory_order_relaxed);
     }
-    // About 64 Ki elements of K and V are worth a second thread.
-    const int64_t grain =
+    // Threads take the next ranges as they come to them: one that the machine slows down holds up
+    // nobody. About 64 Ki elements of K and V are worth a second thread.
+    const int64_t total = num_heads * num_ranges;
+    const int64_t per_thread =
         std::max<int64_t>(1, (int64_t{1} << 16) / (2 * kSlotsPerRange * head_dim_));
-    at::parallel_for(0, num_heads * num_ranges, grain, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t item = i / num_ranges;
-        const int64_t row = rows[static_cast<size_t>(item / num_kv_heads_)];
-        const RowTokens& tokens = tokens_[static_cast<size_t>(row)];
-        const HeadStep step(*this, row, item % num_kv_heads_,
-                            tokens.columns[static_cast<size_t>(token)],
-                            tokens.positions[static_cast<size_t>(token)], item);
-        step.attend(i % num_ranges);
-        if (ranges_left_[static_cast<size_t>(item)].fetch_sub(1) == 1) step.finish();
+    const int64_t num_threads =
+        std::min<int64_t>(at::get_num_threads(), (total + per_thread - 1) / per_thread);
+    const int64_t at_once = std::clamp<int64_t>(total / (8 * num_threads), 1, 8);
+    std::atomic<int64_t> next = 0;
+    at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
+      for (int64_t first = next.fetch_add(at_once); first < total;
+           first = next.fetch_add(at_once)) {
+        const int64_t last = std::min(total, first + at_once);
+        for (int64_t i = first; i < last; ++i) {
+          const int64_t item = i / num_ranges, range = i % num_ranges;
+          const int64_t row = rows[static_cast<size_t>(item / num_kv_heads_)];
+          const RowTokens& tokens = tokens_[static_cast<size_t>(row)];
+          const HeadStep step(*this, row, item % num_kv_heads_,
+                              tokens.columns[static_cast<size_t>(token)],
+                              tokens.positions[static_cast<size_t>(token)], item);
+          step.attend(range, std::min(num_ranges, range + last - i));
+          if (ranges_left_[static_cast<size_t>(item)].fetch_sub(1) == 1) step.finish();
+        }
       }
     });
   }
@@ -144,14 +154,15 @@ class Decoder {
           partial_(sum_ + stats_),
           scratch_(partial_ + stats_ * decoder.head_dim_) {}
 
-    // Steps 1-3 as far as a range of slots has a part in them.
-    void attend(int64_t range) const {
+    // Steps 1-3 as far as a range of slots has a part in them; this thread takes those up to
+    // `end_range` too.
+    void attend(int64_t range, int64_t end_range) const {
       const KVCache& cache = decoder_.call_.cache;
       const int64_t group_size = decoder_.group_size_, begin = range * kSlotsPerRange;
       decode_kernels<T>().attend_range({
           .begin = begin,
           .end = std::min(decoder_.capacity_, begin + kSlotsPerRange),
-          .capacity = decoder_.capacity_,
+          .fetch_end = std::min(decoder_.capacity_, end_range * kSlotsPerRange),
           .group_size = group_size,
           .head_dim = decoder_.head_dim_,
           .query = query(),

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -294,6 +295,14 @@ class ResultWriter:
         point.update(others, threads=torch.get_num_threads(), commit=self._commit)
         print(json.dumps(point), file=self._file, flush=True)
         return point
+
+
+def read_text(file: Path | None) -> str:
+    """The text to continue; None is the one that ships with the package."""
+    if file is not None:
+        return file.read_text(encoding="utf-8")
+    shipped = resources.files("h2o_kv").joinpath("prompts/genesis.txt")
+    return shipped.read_text(encoding="utf-8")
 
 
 def commit() -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from common import MODELS, ModelShape
-from op_cases import DTYPES, ReferenceStep, check_close
+from op_cases import DTYPES, ERROR_LIMIT, ReferenceStep, check_close
 from peers import causal_sdpa, eager_prefill
 from report import (
     Column,
@@ -126,7 +126,7 @@ class PrefillCase:
             query, *empty, key, value, self.at, *self.counts, chunk=tokens, trace=steps
         )
         expected = ReferenceStep(steps, output)
-        check_close(f"{name}, sdpa", self.sdpa(), output, dtype)
+        check_close(f"{name}, sdpa", self.sdpa(), output, ERROR_LIMIT[dtype])
         selected, scores = self.select()
         expected.check(f"{name}, select", dtype, selected, scores)
         output = self.prefill()

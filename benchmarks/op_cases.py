@@ -120,12 +120,12 @@ def kv_bytes(state: State) -> int:
 # --- checks: each ends the script with one line where a result is not the reference's -------------
 
 
-def check_close(name: str, result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Stop where sizes differ, or a value by more than `dtype` explains."""
+def check_close(name: str, result: Tensor, expected: Tensor, limit: float) -> None:
+    """Stop where sizes differ, or a value by more than that part of the largest one."""
     if result.shape != expected.shape:
         raise SystemExit(f"{name}: gives {[*result.shape]}, the reference {[*expected.shape]}")
     error = float((result.cpu().double() - expected).abs().max() / expected.abs().max())
-    if not error <= ERROR_LIMIT[dtype]:
+    if not error <= limit:
         raise SystemExit(f"{name}: differs from the reference, error {error:.2g}")
 
 
@@ -195,7 +195,7 @@ class ReferenceStep:
         `kept` are positions, -1 = none, which in a full cache are the indices of the candidates.
         """
         if self.output is not None and output is not None:
-            check_close(name, output[-1:], self.output, dtype)
+            check_close(name, output[-1:], self.output, ERROR_LIMIT[dtype])
         for step, held, score in zip(self.steps, kept[-1].cpu(), scores[-1].cpu(), strict=True):
             own = held[held >= 0].tolist()
             if len(own) != len(step.kept):
@@ -203,7 +203,7 @@ class ReferenceStep:
             other = sorted(set(own) ^ set(step.kept))
             if other and step.margin > _CLEAR_MARGIN[dtype]:
                 raise SystemExit(f"{name}: head {step.head} decides otherwise on tokens {other}")
-            check_close(f"{name}, scores", score[held >= 0], step.scores[own], dtype)
+            check_close(f"{name}, scores", score[held >= 0], step.scores[own], ERROR_LIMIT[dtype])
 
 
 def check_step(name: str, state: State, query: Tensor, new: Tensor) -> ReferenceStep:
@@ -221,7 +221,7 @@ def check_attention(name: str, state: State, query: Tensor, output: Tensor) -> N
     k, v, row = (t[-1].cpu().double() for t in (*state[:2], query))
     grouped = row.view(k.shape[0], -1, k.shape[2])
     weights = torch.softmax(grouped @ k.transpose(1, 2) * k.shape[2] ** -0.5, -1)
-    check_close(name, output[-1], (weights @ v).view_as(row), query.dtype)
+    check_close(name, output[-1], (weights @ v).view_as(row), ERROR_LIMIT[query.dtype])
 
 
 def check_selection(name: str, query: Tensor, key: Tensor, counts: tuple[int, int, int]) -> None:

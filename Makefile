@@ -4,7 +4,8 @@
 #
 #   make demo                          set up, then generate with the full and the H2O cache side by side
 #   make test                          set up, then every C++ and Python test
-#   make build | lint | format | bench | clean
+#   make bench                         set up, then the quick benchmarks: ratios to torch and to full caches (docs/benchmarks.md)
+#   make build | lint | format | clean
 #
 # TORCH="torch==2.13.*"  another torch (only where the .venv has none yet)
 # CMAKE_ARGS="-DH2O_CUDA=OFF"  more options for CMake; PYTHON=python3.12  another interpreter for the .venv
@@ -72,9 +73,11 @@ format: setup
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 bench: build model
+	-$(PIP) install --quiet $$($(BIN)/python cmake/requirements.py engines)
 	$(BIN)/python benchmarks/bench_attention_decode.py --quick
+	$(BIN)/python benchmarks/bench_evict.py --quick
 	$(BIN)/python benchmarks/bench_prefill_select.py --quick
-	$(BIN)/python benchmarks/compare_policies.py --quick
+	$(BIN)/python benchmarks/bench_generate.py --quick
 
 clean:
 	rm -rf $(VENV) build python/*.egg-info python/h2o_kv/*.so

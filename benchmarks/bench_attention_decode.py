@@ -15,13 +15,13 @@ compares all threads with one, where a single KV head of a single row is all the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from common import MODELS, Call, Timing
+from common import MODELS, Call, Timing, in_turns
 from op_cases import DTYPES, CachesInTurns, State, check_attention, check_step, dtype_name, kv_bytes
-from peers import eager_step, reads, sdpa, with_read
+from peers import Tensors, eager_step, reads, sdpa, with_read
 from report import (
     Column,
     Point,
@@ -61,25 +61,26 @@ class DecodeCase(CachesInTurns):
             self.query, *state, self.new, self.new, self.at, *self.counts
         )
 
-    def peers(self, state: State) -> dict[str, Call]:
-        """The calls beside it."""
-        recent = self.counts[2]
-        calls = {"sdpa": sdpa(state, self.query)}
-        calls["eager"] = eager_step(state, self.query, self.new, recent, repeat_kv=True)
+    def eager(self, state: State) -> dict[str, Callable[[], Tensors]]:
+        """The same step by torch, with and without keys and values for each query head."""
+        several = {"eager": True}
         if self.query.shape[1] > self.new.shape[1]:
-            calls["grouped"] = eager_step(state, self.query, self.new, recent, repeat_kv=False)
-        return calls
+            several["grouped"] = False
+        return {
+            name: eager_step(state, self.query, self.new, self.counts[2], repeat_kv=repeat_kv)
+            for name, repeat_kv in several.items()
+        }
 
     def check(self, name: str) -> None:
         """Stop where h2o or a peer does not do the reference's work, on the first cache."""
-        state = self.states[0]
-        results = {peer: call() for peer, call in self.peers(state).items()}
-        check_attention(f"{name}, sdpa", state, self.query, results.pop("sdpa"))
+        state, dtype = self.states[0], self.query.dtype
+        check_attention(f"{name}, sdpa", state, self.query, sdpa(state, self.query)())
+        results = {peer: call() for peer, call in self.eager(state).items()}
         expected = check_step(name, state, self.query, self.new)
         for peer, (output, keys, values, scores, keep) in results.items():
             if not keys.shape == values.shape == state[0].shape:
                 raise SystemExit(f"{name}, {peer}: makes a cache of {[*keys.shape]}")
-            expected.check(f"{name}, {peer}", self.query.dtype, keep, scores, output)
+            expected.check(f"{name}, {peer}", dtype, keep, scores, output)
 
 
 def add(report: Report, case: DecodeCase, timings: dict[str, Timing], **fields: str) -> None:
@@ -98,9 +99,12 @@ def add(report: Report, case: DecodeCase, timings: dict[str, Timing], **fields: 
 def bench_step(case: DecodeCase, name: str, report: Report, model: str) -> None:
     """A step beside its peers."""
     case.check(name)
-    calls = {"h2o": case.in_turns(case.step)}
-    for peer in case.peers(case.states[0]):
-        calls[peer] = case.in_turns(lambda state, peer=peer: case.peers(state)[peer])
+    calls = {
+        "h2o": case.in_turns(case.step),
+        "sdpa": case.in_turns(lambda state: sdpa(state, case.query)),
+    }
+    for peer in case.eager(case.states[0]):
+        calls[peer] = in_turns([case.eager(state)[peer] for state in case.states])
     calls |= reads(kv_bytes(case.states[0]))
     timings = with_read(report.measure(name, calls, prepare=case.advance))
     baseline = {"baseline": "sdpa", "baseline_name": "sdpa, no scores, no eviction"}

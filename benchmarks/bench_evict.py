@@ -11,13 +11,13 @@ have left the processor's caches when its turn comes again, so these are swept b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from common import MODELS, Call, Timing, in_turns
 from op_cases import DTYPES, CachesInTurns, ReferenceStep, State
-from peers import gather_evict, gather_shrink, reads, scatter_evict, with_read
+from peers import Tensors, gather_evict, gather_shrink, reads, scatter_evict, with_read
 from report import (
     Column,
     Point,
@@ -50,7 +50,7 @@ class EvictCase(CachesInTurns):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.others = [tuple(t.clone() for t in state) for state in self.states]
+        self.others = [(k.clone(), v.clone(), s.clone(), p.clone()) for k, v, s, p in self.states]
         self.score = torch.rand(self.sizes["batch"], self.sizes["num_kv_heads"], 1)
         self.at32 = self.at[:, None].to(torch.int32).expand_as(self.score).contiguous()
         self.half = (self.counts[1] // 2, self.counts[2] // 2)
@@ -75,7 +75,7 @@ class EvictCase(CachesInTurns):
         """A token joins in place, by torch."""
         return scatter_evict(state, self.new, self.score, self.at32, self.counts[2])
 
-    def gather(self, state: State) -> Call:
+    def gather(self, state: State) -> Callable[[], Tensors]:
         """A token joins, by torch."""
         return gather_evict(state, self.new, self.score, self.counts[2])
 

@@ -47,6 +47,7 @@ LOGIT_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 # Tokens that are compared before any is timed.
 _CHECKED_STEPS = 3
 _WARMUP = 2
+OPENVINO = "OpenVINO GenAI"
 PEERS = {"full": "full cache", "kvpress": "kvpress"}
 COLUMNS = (
     Column("cache", "what"),
@@ -77,11 +78,9 @@ def fed(session: Session, tokens: Sequence[int]) -> Callable[[], float]:
 
 
 def start_sessions(
-    model: Any, prompt: Sequence[int], new_tokens: int, budget: float, report: Report
+    model: Any, prompt: Sequence[int], new_tokens: int, policy: EvictionPolicy, report: Report
 ) -> dict[str, Session]:
     """Run the prompt under each cache; stop where its logits are not the full cache's."""
-    share = EvictionPolicy(heavy_ratio=budget / 2, recent_ratio=budget / 2)
-    policy = resolve_policy(share, len(prompt))
     whole = len(prompt) + new_tokens
     everything = EvictionPolicy(num_heavy=whole // 2, num_recent=whole - whole // 2)
     sessions: dict[str, Session] = {
@@ -127,7 +126,9 @@ def bench_caches(
     """Two points: h2o and h2o all, beside the full cache."""
     new_tokens = _CHECKED_STEPS + _WARMUP + args.repeats
     prompt, true_text = ids[:tokens], ids[tokens : tokens + new_tokens]
-    sessions = start_sessions(model, prompt, new_tokens, args.budget, report)
+    share = EvictionPolicy(heavy_ratio=args.budget / 2, recent_ratio=args.budget / 2)
+    policy = resolve_policy(share, tokens)
+    sessions = start_sessions(model, prompt, new_tokens, policy, report)
     for token in true_text[:_CHECKED_STEPS]:
         logits = {name: session.feed(token) for name, session in sessions.items()}
         check_logits("h2o all", logits["h2o all"], logits["full"])
@@ -135,9 +136,9 @@ def bench_caches(
     name = f"{dtype}, {tokens:,} tokens"
     timings = report.measure(name, clocks, warmup=_WARMUP, clock=lambda feed: feed())
     seen = tokens + new_tokens
-    budget = resolve_policy(sessions["h2o"].spec.policy, tokens).budget().total
     for what, session in sessions.items():
-        check_kept(what, session, budget if what in ("h2o", "kvpress") else seen)
+        slots = policy.budget().total if what in ("h2o", "kvpress") else seen
+        check_kept(what, session, slots)
         if session.tokens_seen != seen:
             raise SystemExit(f"{what}: has seen {session.tokens_seen} tokens, must have {seen}")
     peers = {name: timing for name, timing in timings.items() if name in PEERS}
@@ -205,43 +206,41 @@ def bench_openvino(
         baseline="full",
         baseline_name="OpenVINO GenAI without cache eviction",
         model=gguf.name,
-        what="OpenVINO GenAI",
+        what=OPENVINO,
         prompt_tokens=tokens,
         prefill_s=round(sessions["evicting"].prefill_s, 4),
         prefill_x_full=round(sessions["full"].prefill_s / sessions["evicting"].prefill_s, 4),
     )
 
 
+def lines_of(points: list[Point]) -> dict[str, list[tuple[int, Point]]]:
+    """Tokens seen and times of each cache; the peers of h2o all are those of h2o."""
+    lines: dict[str, list[tuple[int, Point]]] = {}
+    for point in points:
+        peers = {} if point["what"] == "h2o all" else point["peers"]
+        for name, times_of in ((point["what"], point), *peers.items()):
+            lines.setdefault(name, []).append((point["seq_len"], times_of))
+    return lines
+
+
 def draw_steps(pyplot: Any, points: list[Point]) -> Any:
     """Milliseconds a token against tokens seen, with the tenth and ninetieth percentile."""
     dtypes = values_of(points, "dtype")
+    palette = colours(list(lines_of(points)))
     figure, axes = pyplot.subplots(
         1, len(dtypes), figsize=(1 + 4 * len(dtypes), 4), squeeze=False, layout="constrained"
     )
     for axis, dtype in zip(axes[0], dtypes, strict=True):
-        found = [p for p in points if p["dtype"] == dtype]
-        lines: dict[str, list[tuple[int, Point]]] = {}
-        for point in found:
-            lines.setdefault(point["what"], []).append((point["seq_len"], point))
-            if point["what"] != "h2o all":  # it has the same peers as h2o
-                for name, peer in point["peers"].items():
-                    lines.setdefault(PEERS[name], []).append((point["seq_len"], peer))
-        palette = colours(list(lines))
-        for name, line in lines.items():
-            seen = [tokens for tokens, _ in line]
-            axis.plot(
-                seen, [p["median_ms"] for _, p in line], "o-", color=palette[name], label=name
+        for name, line in lines_of([p for p in points if p["dtype"] == dtype]).items():
+            seen, times_of = [tokens for tokens, _ in line], [p for _, p in line]
+            medians, low, high = (
+                [p[field] for p in times_of] for field in ("median_ms", "p10_ms", "p90_ms")
             )
-            axis.fill_between(
-                seen,
-                [p["p10_ms"] for _, p in line],
-                [p["p90_ms"] for _, p in line],
-                color=palette[name],
-                alpha=0.15,
-                linewidth=0,
-            )
+            text = PEERS.get(name, name)
+            axis.plot(seen, medians, "o-", color=palette[name], label=text)
+            axis.fill_between(seen, low, high, color=palette[name], alpha=0.15, linewidth=0)
         axis.set(title=dtype, xlabel="tokens seen", ylabel="ms per token")
-        axis.set_xlim(left=0)
+        axis.set_xlim(0, 1.05 * max(p["seq_len"] for p in points))
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     legend(figure)
@@ -250,9 +249,8 @@ def draw_steps(pyplot: Any, points: list[Point]) -> Any:
 
 def draw_ratios(pyplot: Any, points: list[Point]) -> Any:
     """What the peers take, by h2o's time."""
-    return ratio_bars(
-        pyplot, points, PEERS, lambda p: f"{p['what']}\n{p['prompt_tokens']:,} tokens"
-    )
+    ours = [p for p in points if p["what"] != OPENVINO]
+    return ratio_bars(pyplot, ours, PEERS, lambda p: f"{p['what']}\n{p['prompt_tokens']:,} tokens")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -298,6 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for tokens in args.tokens:
                 bench_caches(model, ids, tokens, dtype, args, report)
         if with_openvino:
+            report.note(f"{OPENVINO} is compared with itself, without eviction.")
             try:
                 for tokens in args.tokens:
                     bench_openvino(gguf, model, ids, tokens, args, report)

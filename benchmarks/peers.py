@@ -5,10 +5,15 @@ Each function makes a call without arguments, to be timed; the scripts check fir
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from common import WORKING_SET, Call, Timing, in_turns
 from op_cases import State
 from torch import Tensor
+
+Tensors = tuple[Tensor, ...]
+
 
 # --- memory -------------------------------------------------------------------------------------
 
@@ -36,13 +41,13 @@ def with_read(timings: dict[str, Timing]) -> dict[str, Timing]:
 # --- attention ----------------------------------------------------------------------------------
 
 
-def sdpa(state: State, query: Tensor) -> Call:
+def sdpa(state: State, query: Tensor) -> Callable[[], Tensor]:
     """Attention over as many tokens; no scores, no eviction."""
     k, v = state[:2]
     return lambda: torch.nn.functional.scaled_dot_product_attention(query, k, v, enable_gqa=True)
 
 
-def causal_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Call:
+def causal_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Callable[[], Tensor]:
     """Causal attention over a prompt; no scores."""
     return lambda: torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, enable_gqa=True
@@ -70,14 +75,14 @@ def _kept(scores: Tensor, num_heavy: int, num_recent: int) -> Tensor:
     return torch.cat([heavy, recent.expand(*scores.shape[:-1], -1)], -1)
 
 
-def _gathered(keys: Tensor, values: Tensor, scores: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
+def _gathered(keys: Tensor, values: Tensor, scores: Tensor, keep: Tensor) -> Tensors:
     wide = keep[..., None].expand(-1, -1, -1, keys.shape[-1])
     return keys.gather(2, wide), values.gather(2, wide), scores.gather(2, keep), keep
 
 
 def eager_step(
     state: State, query: Tensor, new: Tensor, num_recent: int, *, repeat_kv: bool
-) -> Call:
+) -> Callable[[], Tensors]:
     """A decode step in torch's own operators: weights, their sums, topk, gather.
 
     As the paper's code and kvpress, it returns a new cache instead of writing in place: output, keys,
@@ -88,7 +93,7 @@ def eager_step(
     batch, num_kv_heads, capacity, head_dim = k_cache.shape
     group_size = query.shape[1] // num_kv_heads
 
-    def step() -> tuple[Tensor, ...]:
+    def step() -> Tensors:
         keys, values = torch.cat([k_cache, new], 2), torch.cat([v_cache, new], 2)
         if repeat_kv:
             weights = _weights(query, _repeat_kv(keys, group_size))
@@ -106,14 +111,14 @@ def eager_step(
 
 def eager_prefill(
     query: Tensor, key: Tensor, value: Tensor, num_heavy: int, num_recent: int
-) -> Call:
+) -> Callable[[], Tensors]:
     """A one-shot prefill that builds the matrix of weights: output, then what the cache holds."""
     batch, num_kv_heads, tokens, _ = key.shape
     group_size = query.shape[1] // num_kv_heads
     later = torch.full((tokens, tokens), -torch.inf, dtype=query.dtype, device=query.device)
     later = later.triu(1)
 
-    def prefill() -> tuple[Tensor, ...]:
+    def prefill() -> Tensors:
         weights = _weights(query, _repeat_kv(key, group_size), later)
         output = weights.to(query.dtype) @ _repeat_kv(value, group_size)
         scores = weights.sum(2).view(batch, num_kv_heads, group_size, tokens).sum(2)
@@ -127,7 +132,7 @@ def eager_prefill(
 
 def scatter_evict(
     state: State, new: Tensor, score: Tensor, position: Tensor, num_recent: int
-) -> Call:
+) -> Callable[[], Tensor]:
     """A scored token takes the slot of the lowest score that is not recent: argmin, four scatters.
 
     `position` is int32, [batch, num_kv_heads, 1].
@@ -147,7 +152,9 @@ def scatter_evict(
     return step
 
 
-def gather_evict(state: State, new: Tensor, score: Tensor, num_recent: int) -> Call:
+def gather_evict(
+    state: State, new: Tensor, score: Tensor, num_recent: int
+) -> Callable[[], Tensors]:
     """A scored token joins, the lowest score that is not recent leaves: topk, gather.
 
     The slots are in the order of the positions; returns a new cache and what was kept.
@@ -155,7 +162,7 @@ def gather_evict(state: State, new: Tensor, score: Tensor, num_recent: int) -> C
     k, v, scores, _ = state
     capacity = k.shape[2]
 
-    def step() -> tuple[Tensor, ...]:
+    def step() -> Tensors:
         grown = torch.cat([scores, score], 2)
         keep = _kept(grown, capacity - num_recent, num_recent)
         return _gathered(torch.cat([k, new], 2), torch.cat([v, new], 2), grown, keep)
@@ -163,7 +170,7 @@ def gather_evict(state: State, new: Tensor, score: Tensor, num_recent: int) -> C
     return step
 
 
-def gather_shrink(state: State, num_heavy: int, num_recent: int) -> Call:
+def gather_shrink(state: State, num_heavy: int, num_recent: int) -> Callable[[], Tensors]:
     """A cache is cut down: topk, gather, slots in the order of the positions."""
     k, v, scores, _ = state
     return lambda: _gathered(k, v, scores, _kept(scores, num_heavy, num_recent))

@@ -28,7 +28,13 @@ from rich.table import Table
 
 Point = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
-COLOURS = {"h2o": "#1f77b4", "read": "#000000", "sdpa": "#7f7f7f", "full": "#7f7f7f"}
+COLOURS = {
+    "h2o": "#1f77b4",
+    "h2o all": "#17becf",
+    "read": "#000000",
+    "sdpa": "#7f7f7f",
+    "full": "#7f7f7f",
+}
 _MORE_COLOURS = ("#d62728", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b")
 NOTE = "x: how many times as long as h2o the other takes, median of the rounds (p10-p90)."
 
@@ -286,7 +292,7 @@ def load_pyplot() -> Any:
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """The colour of each peer; those of h2o, SDPA and the read are the same in every plot."""
+    """The colour of each line or bar; ours, SDPA's and the limit's are the same in every plot."""
     more = iter(_MORE_COLOURS)
     return {name: COLOURS.get(name) or next(more) for name in names}
 
@@ -311,7 +317,7 @@ def ratio_bars(
     figure, axes = pyplot.subplots(
         1,
         len(dtypes),
-        figsize=(2 + 4.5 * len(dtypes), 1.8 + 0.28 * len(labels) * len(peers)),
+        figsize=(2 + 4.5 * len(dtypes), 2 + 0.28 * len(labels) * max(2, len(peers))),
         sharex=True,
         sharey=True,
         squeeze=False,
@@ -341,6 +347,7 @@ def ratio_bars(
         axis.set(xscale="log", title=dtype, xlabel="times as long as h2o")
         axis.margins(x=0.2)
         axis.xaxis.set_major_formatter(pyplot.FuncFormatter(lambda x, _: f"{x:g}"))
+        axis.xaxis.set_major_locator(pyplot.LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_minor_formatter(pyplot.NullFormatter())
     axes[0][0].set_yticks(
         [i + 0.4 - height / 2 for i in range(len(labels))], labels=labels, fontsize=8

@@ -27,7 +27,7 @@ export CMAKE_ARGS := -DH2O_WERROR=ON $(CMAKE_ARGS)
 # pip-installed cmake and ninja come first.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/cuda_emulation/*.cuh' 'examples/*.cpp')
+CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/cuda_emulation/*.cuh' 'examples/*.cpp' 'benchmarks/*.cpp')
 
 .PHONY: demo test test-cpp test-python build setup lint format bench clean model
 demo: build model
@@ -74,6 +74,8 @@ format: setup
 
 bench: build model
 	-$(PIP) install --quiet $$($(BIN)/python cmake/requirements.py engines)
+	cmake -S . -B $(BUILD) -DH2O_BENCHMARKS=ON >/dev/null
+	cmake --build $(BUILD) -j $(JOBS) --target h2o_step_parts
 	$(BIN)/python benchmarks/bench_attention_decode.py --quick
 	$(BIN)/python benchmarks/bench_evict.py --quick
 	$(BIN)/python benchmarks/bench_prefill_select.py --quick

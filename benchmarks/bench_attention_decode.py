@@ -10,16 +10,23 @@ read     a plain read of as many bytes as K and V: the limit
 Each is checked against the float64 reference, then they take turns. Several caches take turns as well,
 as the layers of a model do, so that together they are larger than the last-level cache. A last point
 compares all threads with one, where a single KV head of a single row is all the work there is.
+
+Where h2o_step_parts is built (cmake -DH2O_BENCHMARKS=ON), it times the kernels of a step one by one, on
+one thread: how much of the step are the scores and the eviction.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from common import MODELS, Call, Timing, in_turns
+from common import MODELS, ROOT, Call, Spread, Timing, in_turns, spread_fields
 from op_cases import DTYPES, CachesInTurns, State, check_attention, check_step, dtype_name, kv_bytes
 from peers import Tensors, eager_step, reads, sdpa, with_read
 from report import (
@@ -49,6 +56,8 @@ COLUMNS = (
     *(times(f"x {text}", peer) for peer, text in PEERS.items()),
     Column("of the read", "x_read", "{:.0%}"),
     times("x 1 thread", "one_thread"),
+    Column("scores", "scores_share", "{:.1%}", spread=False),
+    Column("evict", "evict_share", "{:.1%}", spread=False),
 )
 
 
@@ -83,7 +92,7 @@ class DecodeCase(CachesInTurns):
             expected.check(f"{name}, {peer}", dtype, keep, scores, output)
 
 
-def add(report: Report, case: DecodeCase, timings: dict[str, Timing], **fields: str) -> None:
+def add(report: Report, case: DecodeCase, timings: dict[str, Timing], **fields: Any) -> None:
     """A point."""
     report.add(
         op="h2o_attention_decode",
@@ -94,6 +103,27 @@ def add(report: Report, case: DecodeCase, timings: dict[str, Timing], **fields: 
         caches=len(case.states),
         **fields,
     )
+
+
+def shares(case: DecodeCase, report: Report) -> dict[str, float]:
+    """How much of a step's kernels are the scores and the eviction; nothing without the program."""
+    build = Path(os.environ.get("H2O_BUILD_DIR", ROOT / "build" / "cmake"))
+    program = build / "benchmarks" / "cpp" / "h2o_step_parts"
+    if not program.exists():
+        report.note("no shares of scores and eviction: h2o_step_parts is not built")
+        return {}
+    heads = case.sizes["num_kv_heads"]
+    sizes = (heads, case.sizes["num_q_heads"] // heads, case.sizes["head_dim"])
+    numbers = (*sizes, case.sizes["capacity"], report.args.repeats)
+    command = [str(program), dtype_name(case.query), *map(str, numbers)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    parts = json.loads(done.stdout)
+    whole = [sum(step) for step in zip(*parts.values(), strict=True)]
+    fields = {}
+    for part in ("scores", "evict"):
+        each = zip(parts[f"{part}_us"], whole, strict=True)
+        fields |= spread_fields(f"{part}_share", Spread.of([us / step for us, step in each]))
+    return fields
 
 
 def bench_step(case: DecodeCase, name: str, report: Report, model: str) -> None:
@@ -107,8 +137,8 @@ def bench_step(case: DecodeCase, name: str, report: Report, model: str) -> None:
         calls[peer] = in_turns([case.eager(state)[peer] for state in case.states])
     calls |= reads(kv_bytes(case.states[0]))
     timings = with_read(report.measure(name, calls, prepare=case.advance))
-    baseline = {"baseline": "sdpa", "baseline_name": "sdpa, no scores, no eviction"}
-    add(report, case, timings, model=model, what="step", **baseline)
+    fields = {"baseline": "sdpa", "baseline_name": "sdpa, no scores, no eviction"}
+    add(report, case, timings, model=model, what="step", **fields, **shares(case, report))
 
 
 def bench_threads(case: DecodeCase, name: str, report: Report, model: str) -> None:

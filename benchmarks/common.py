@@ -130,10 +130,14 @@ def ratio_fields(timings: Mapping[str, Timing], own: str = "h2o") -> dict[str, f
     fields = {}
     for name, timing in timings.items():
         if name != own:
-            spread = ratio(timings[own], timing)
-            for end, value in (("", spread.median), ("_p10", spread.p10), ("_p90", spread.p90)):
-                fields[f"x_{name}{end}"] = round(value, 4)
+            fields |= spread_fields(f"x_{name}", ratio(timings[own], timing))
     return fields
+
+
+def spread_fields(name: str, spread: Spread) -> dict[str, float]:
+    """`<name>`, `<name>_p10` and `<name>_p90`, as a line of results has them."""
+    values = {"": spread.median, "_p10": spread.p10, "_p90": spread.p90}
+    return {name + end: round(value, 4) for end, value in values.items()}
 
 
 def in_turns(calls: Sequence[Call]) -> Call:

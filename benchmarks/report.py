@@ -104,19 +104,21 @@ class Column:
     Attributes
     ----------
     title, field, form : str
+    spread : bool
         With `<field>_p10` in a point the spread is written behind it.
     """
 
     title: str
     field: str
     form: str = "{}"
+    spread: bool = True
 
     def cell(self, point: Point) -> str:
         """The point's cell, "-" where it has no such field."""
         if point.get(self.field) is None:
             return "-"
         text = self.form.format(point[self.field])
-        if f"{self.field}_p10" in point:
+        if self.spread and f"{self.field}_p10" in point:
             low, high = (self.form.format(point[f"{self.field}_{end}"]) for end in ("p10", "p90"))
             text += f" ({low}-{high})"
         return text

@@ -49,11 +49,18 @@ def documented_fields() -> set[str]:
     return {name for first in firsts for name in re.findall(r"`(\w+)`", first)}
 
 
+def field_name(name: str) -> str:
+    """As the page has it."""
+    return re.sub(
+        r"^x_[a-z_]+?(_p10|_p90)?$", r"x_PEER\1", re.sub(r"(_share)_p[19]0$", r"\1", name)
+    )
+
+
 def check_files(folder: Path, printed: str) -> list[dict[str, Any]]:
     """The three kinds of files, documented fields, a table of ratios without times."""
     points, fields = results(folder), documented_fields()
     for point in points:
-        names = {re.sub(r"^x_[a-z_]+?(_p10|_p90)?$", r"x_PEER\1", name) for name in point}
+        names = {field_name(name) for name in point}
         assert names <= fields, names - fields
         peers = point["peers"]
         assert point["speedup"] in [point[f"x_{peer}"] for peer in peers]

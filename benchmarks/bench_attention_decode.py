@@ -192,12 +192,12 @@ def draw_bandwidth(pyplot: Any, points: list[Point]) -> Any:
             slots = values_of(found, "capacity")
             axis.set_xscale("log", base=2)
             axis.set_xticks(slots, labels=[f"{n:,}" for n in slots])
-            axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
             axis.set_title(f"{model}, {dtype}", fontsize=9)
         row[0].set_ylabel("K and V, GB/s")
     for axis in axes[-1]:
         axis.set_xlabel("slots")
+    axes[0][0].set_ylim(bottom=0)  # of all panels, now that every line is there
     legend(figure)
     return figure
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import platform
+import random
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -164,6 +165,9 @@ def measure(
 ) -> dict[str, Timing]:
     """Time functions that take turns, so that what else the machine does hits all of them alike.
 
+    Each round has an order of its own, so that none always runs after the same other one. On the
+    CPU the threads are woken before each call, as the operators around it do in a model.
+
     Parameters
     ----------
     functions : mapping of str to callable
@@ -190,13 +194,14 @@ def measure(
     time_one = clock or (_time_cuda if torch.device(device).type == "cuda" else _time_cpu)
     sweep = torch.empty(WORKING_SET if cold else 0, dtype=torch.uint8, device=device)
     milliseconds: dict[str, list[float]] = {name: [] for name in functions}
-    names = list(functions)
+    wake = torch.ones(0 if torch.device(device).type == "cuda" else 2**17)
+    order = random.Random(0)
     for turn in range(warmup + repeats):
-        start = turn % len(names)
-        for name in names[start:] + names[:start]:
+        for name in order.sample(list(functions), len(functions)):
             if prepare is not None:
                 prepare()
             sweep.fill_(turn % 251)
+            wake.sum()
             elapsed = time_one(functions[name])
             if turn >= warmup:
                 milliseconds[name].append(elapsed)

@@ -265,14 +265,20 @@ def test_a_ratio_is_taken_in_each_round(load: Callable[[str], ModuleType]) -> No
 def test_functions_take_turns(load: Callable[[str], ModuleType]) -> None:
     calls: list[str] = []
     timings = load("common").measure(
-        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")},
-        repeats=3,
-        warmup=1,
+        {name: lambda name=name: calls.append(name) for name in "abc"},
+        repeats=20,
+        warmup=2,
         prepare=lambda: calls.append("-"),
         clock=lambda function: function() or float(len(calls)),
     )
-    assert "".join(calls) == "-a-b-b-a-a-b-b-a"
-    assert timings["a"].milliseconds == (8.0, 10.0, 16.0)
+    text = "".join(calls)
+    rounds = [text[i : i + 6] for i in range(0, len(text), 6)]
+    assert len(rounds) == 22
+    assert all(sorted(r.split("-")) == ["", "a", "b", "c"] for r in rounds)
+    assert len(set(rounds)) == 6  # every order comes up
+    ends = timings["a"].milliseconds
+    assert [text[int(end) - 1] for end in ends] == ["a"] * 20
+    assert ends[0] > 12 and list(ends) == sorted(ends)
 
 
 def test_the_limit_is_the_faster_read(load: Callable[[str], ModuleType]) -> None:

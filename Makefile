@@ -4,7 +4,8 @@
 #
 #   make demo                          set up, then generate with the full and the H2O cache side by side
 #   make test                          set up, then every C++ and Python test
-#   make build | lint | format | bench | clean
+#   make bench                         set up, then the quick benchmarks: ratios to torch and to full caches (docs/benchmarks.md)
+#   make build | lint | format | clean
 #
 # TORCH="torch==2.13.*"  another torch (only where the .venv has none yet)
 # CMAKE_ARGS="-DH2O_CUDA=OFF"  more options for CMake; PYTHON=python3.12  another interpreter for the .venv
@@ -26,7 +27,7 @@ export CMAKE_ARGS := -DH2O_WERROR=ON $(CMAKE_ARGS)
 # pip-installed cmake and ninja come first.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/cuda_emulation/*.cuh' 'examples/*.cpp')
+CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/cuda_emulation/*.cuh' 'examples/*.cpp' 'benchmarks/*.cpp')
 
 .PHONY: demo test test-cpp test-python build setup lint format bench clean model
 demo: build model
@@ -72,9 +73,13 @@ format: setup
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 bench: build model
+	-$(PIP) install --quiet $$($(BIN)/python cmake/requirements.py engines)
+	cmake -S . -B $(BUILD) -DH2O_BENCHMARKS=ON >/dev/null
+	cmake --build $(BUILD) -j $(JOBS) --target h2o_step_parts
 	$(BIN)/python benchmarks/bench_attention_decode.py --quick
+	$(BIN)/python benchmarks/bench_evict.py --quick
 	$(BIN)/python benchmarks/bench_prefill_select.py --quick
-	$(BIN)/python benchmarks/compare_policies.py --quick
+	$(BIN)/python benchmarks/bench_generate.py --quick
 
 clean:
 	rm -rf $(VENV) build python/*.egg-info python/h2o_kv/*.so

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import ResultWriter, Timing, machine_line, measure
-from decode_cases import DTYPES, State, check_step, decode_bytes, full_caches, halves
-from gpu_baselines import Call, copy_of, eager_h2o, flash_attn, flashinfer, repeated, sdpa
+from common import Call, ResultWriter, Timing, machine_line, measure, ratio
+from gpu_baselines import copy_of, flash_attn, flashinfer, repeated
 from gpu_report import ratio_table, read_points, target_lines
-from torch import Tensor
+from op_cases import DTYPES, State, check_selection, check_step, decode_bytes, full_caches, halves
+from peers import causal_sdpa, eager_step, scatter_evict, sdpa
 
-from h2o_kv import ops, reference
+from h2o_kv import ops
 
 # A replay moves about as many bytes as this, and makes at most so many calls.
 _BYTES_OF_REPLAY = 4 * 2**30
@@ -85,23 +85,12 @@ def number_of_caches(bytes_of_one: int, device: torch.device) -> int:
 
 def ratios(timings: dict[str, Timing]) -> dict[str, float]:
     """Every other time by h2o's; the copy's as a share of its bandwidth."""
-    own = timings["h2o"].median_ms
     names = {name: "copy_share" if name == "copy" else f"x_{name}" for name in timings}
     return {
-        names[name]: round(timing.median_ms / own, 4)
+        names[name]: round(ratio(timings["h2o"], timing).median, 4)
         for name, timing in timings.items()
         if name not in ("h2o", "room")
     }
-
-
-def scaled(timing: Timing, calls: int) -> Timing:
-    """The time of one of the calls that were timed together."""
-    return Timing(
-        median_ms=timing.median_ms / calls,
-        p10_ms=timing.p10_ms / calls,
-        p90_ms=timing.p90_ms / calls,
-        repeats=timing.repeats,
-    )
 
 
 class DecodeBench:
@@ -197,7 +186,9 @@ def bench_decode(shape: Shape, dtype_name: str, settings: Settings) -> None:
         "copy": [copy_of(num_bytes, device) for _ in bench.states] * bench.rounds,
         "sdpa": bench.in_turn(lambda state, _: sdpa(state, bench.query)),
         "eager": bench.in_turn(
-            lambda state, _: eager_h2o(state, bench.query, bench.new, bench.counts[2])
+            lambda state, _: eager_step(
+                state, bench.query, bench.new, bench.counts[2], repeat_kv=False
+            )
         ),
         **optional_baselines(bench),
     }
@@ -205,7 +196,7 @@ def bench_decode(shape: Shape, dtype_name: str, settings: Settings) -> None:
     timings = measure(
         replays, repeats=settings.repeats, warmup=2, device=device, prepare=bench.prepare
     )
-    timings = {name: scaled(timing, bench.calls) for name, timing in timings.items()}
+    timings = {name: timing.scaled(bench.calls) for name, timing in timings.items()}
     launched = measure(
         {name: calls[name][-1] for name in ("h2o", "sdpa") if name in timings},
         repeats=settings.repeats,
@@ -222,10 +213,10 @@ def bench_decode(shape: Shape, dtype_name: str, settings: Settings) -> None:
         baseline=timings.get("sdpa"),
         baseline_name="sdpa, no scores, no eviction",
         **ratios(timings),
-        evict_overhead=round(timings["h2o"].median_ms / timings["room"].median_ms - 1, 4),
+        evict_overhead=round(ratio(timings["room"], timings["h2o"]).median - 1, 4),
         launched_x=ratios(launched).get("x_sdpa"),
-        launched_ms=round(launched["h2o"].median_ms, 6),
-        copy_ms=round(timings["copy"].median_ms, 6),
+        launched_ms=round(launched["h2o"].spread.median, 6),
+        copy_ms=round(timings["copy"].spread.median, 6),
         caches=len(bench.states),
     )
 
@@ -240,19 +231,8 @@ def bench_evict(shape: Shape, dtype_name: str, settings: Settings) -> None:
         return lambda: ops.evict(*state, bench.new, bench.new, score, at, *bench.counts)
 
     def eager(state: State, turn: int) -> Call:
-        """The lowest score of the older half leaves; argmin and four scatters."""
-        k, v, scores, positions = state
         at = bench.at[turn].to(torch.int32).expand(shape.batch, shape.num_kv_heads, 1)
-
-        def step() -> None:
-            slot = scores.masked_fill(positions > at - bench.counts[2], torch.inf).argmin(-1, True)
-            wide = slot[..., None].expand(-1, -1, 1, shape.head_dim)
-            k.scatter_(2, wide, bench.new)
-            v.scatter_(2, wide, bench.new)
-            scores.scatter_(2, slot, score)
-            positions.scatter_(2, slot, at)
-
-        return step
+        return scatter_evict(state, bench.new, score, at, bench.counts[2])
 
     num_bytes = 3 * 4 * shape.batch * shape.num_kv_heads * shape.capacity
     copies = [copy_of(num_bytes, settings.device) for _ in bench.states]
@@ -267,7 +247,7 @@ def bench_evict(shape: Shape, dtype_name: str, settings: Settings) -> None:
         device=settings.device,
         prepare=lambda: bench.at.add_(bench.rounds),
     )
-    timings = {name: scaled(timing, bench.calls) for name, timing in timings.items()}
+    timings = {name: timing.scaled(bench.calls) for name, timing in timings.items()}
     settings.writer.write(
         op="h2o_evict",
         device=settings.device.type,
@@ -279,23 +259,6 @@ def bench_evict(shape: Shape, dtype_name: str, settings: Settings) -> None:
         baseline_name="torch: argmin and scatter",
         **ratios(timings),
     )
-
-
-def check_selection(name: str, query: Tensor, key: Tensor, counts: tuple[int, int, int]) -> None:
-    """Stop where the selection of one KV head's first 1,024 tokens is not the reference's."""
-    group = query.shape[1] // key.shape[1]
-    query, key = query[:1, :group, :1024], key[:1, :1, :1024]
-    at = torch.arange(key.shape[2])[None]
-    steps: list[reference.Step] = []
-    expected, true_scores = reference.prefill_select(
-        query.cpu().double(), key.cpu().double(), at, *counts, trace=steps
-    )
-    selected, scores = ops.prefill_select(query, key, at.to(query.device), *counts)
-    if steps[0].margin > 1e-3 and not torch.equal(selected.cpu(), expected):
-        raise SystemExit(f"{name}: selects other tokens than the reference")
-    error = float((scores.cpu().double() - true_scores).abs().max())
-    if steps[0].margin > 1e-3 and not error < 1e-2:
-        raise SystemExit(f"{name}: differs from the reference, score error {error:.2g}")
 
 
 def bench_select(shape: Shape, dtype_name: str, settings: Settings) -> None:
@@ -311,9 +274,7 @@ def bench_select(shape: Shape, dtype_name: str, settings: Settings) -> None:
     at = torch.arange(tokens, device=device).expand(shape.batch, tokens)
     calls: dict[str, Call] = {
         "h2o": lambda: ops.prefill_select(query, key, at, 0, tokens // 8, tokens // 8),
-        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=True
-        ),
+        "sdpa": causal_sdpa(query, key, value),
     }
     timings = measure(calls, repeats=max(5, settings.repeats // 2), device=device, cold=True)
     settings.writer.write(

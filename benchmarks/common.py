@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
+import random
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -19,8 +22,12 @@ import h2o_kv
 from h2o_kv.generation import percentile
 
 ROOT = Path(__file__).resolve().parents[1]
-# Larger than the last-level cache of the machines at hand.
-_COLD_BYTES = 256 * 2**20
+# Larger than the last-level cache of the machines at hand: what is swept before a cold call, and the
+# least that takes turns.
+WORKING_SET = 256 * 2**20
+
+Call = Callable[[], object]
+"""What is timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,54 +47,126 @@ class ModelShape:
     head_dim: int
 
 
+# The one table of shapes. llama-2-7b and opt-6.7b are alike in attention.
 MODELS = {
     shape.name: shape
     for shape in (
         ModelShape(name="smollm2-135m", num_layers=30, num_q_heads=9, num_kv_heads=3, head_dim=64),
-        ModelShape(name="opt-6.7b", num_layers=32, num_q_heads=32, num_kv_heads=32, head_dim=128),
         ModelShape(name="llama-3-8b", num_layers=32, num_q_heads=32, num_kv_heads=8, head_dim=128),
-        ModelShape(name="qwen2-7b", num_layers=28, num_q_heads=28, num_kv_heads=4, head_dim=128),
+        ModelShape(name="llama-2-7b", num_layers=32, num_q_heads=32, num_kv_heads=32, head_dim=128),
+        ModelShape(name="opt-6.7b", num_layers=32, num_q_heads=32, num_kv_heads=32, head_dim=128),
+        ModelShape(
+            name="gpt-neox-20b", num_layers=44, num_q_heads=64, num_kv_heads=64, head_dim=96
+        ),
     )
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Spread:
+    """Median, and the tenth and ninetieth percentile.
+
+    Attributes
+    ----------
+    median, p10, p90 : float
+    """
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        return cls(*(percentile(values, percent) for percent in (50, 10, 90)))
+
+
+@dataclass(frozen=True)
 class Timing:
     """Milliseconds of repeated calls.
 
     Attributes
     ----------
-    median_ms, p10_ms, p90_ms : float
-    repeats : int
+    milliseconds : tuple of float
+        Of each round that counted, in their order.
     """
 
-    median_ms: float
-    p10_ms: float
-    p90_ms: float
-    repeats: int
+    milliseconds: tuple[float, ...]
 
-    @classmethod
-    def of(cls, milliseconds: list[float]) -> Timing:
-        """Statistics of measured calls, at least one."""
-        return cls(
-            median_ms=percentile(milliseconds, 50),
-            p10_ms=percentile(milliseconds, 10),
-            p90_ms=percentile(milliseconds, 90),
-            repeats=len(milliseconds),
-        )
+    @property
+    def spread(self) -> Spread:
+        """Of the milliseconds."""
+        return Spread.of(self.milliseconds)
+
+    def scaled(self, calls: int) -> Timing:
+        """The time of one of the calls that were timed together."""
+        return Timing(tuple(ms / calls for ms in self.milliseconds))
+
+    def fields(self) -> dict[str, float]:
+        """What a line of results says of it."""
+        spread = self.spread
+        return {
+            "median_ms": round(spread.median, 6),
+            "p10_ms": round(spread.p10, 6),
+            "p90_ms": round(spread.p90, 6),
+        }
+
+
+def ratio(own: Timing, other: Timing) -> Spread:
+    """How many times as long the other took as ours, round by round.
+
+    Both were measured in turns: what slowed down a round is in both of its times. So the spread is
+    that of the comparison, not that of the machine.
+
+    >>> ratio(Timing((1.0, 2.0, 4.0)), Timing((3.0, 6.0, 12.0)))
+    Spread(median=3.0, p10=3.0, p90=3.0)
+    """
+    return Spread.of(
+        [theirs / ours for ours, theirs in zip(own.milliseconds, other.milliseconds, strict=True)]
+    )
+
+
+def ratio_fields(timings: Mapping[str, Timing], own: str = "h2o") -> dict[str, float]:
+    """`x_<peer>`, `x_<peer>_p10` and `x_<peer>_p90` of all but our own: times as long as ours."""
+    fields = {}
+    for name, timing in timings.items():
+        if name != own:
+            fields |= spread_fields(f"x_{name}", ratio(timings[own], timing))
+    return fields
+
+
+def spread_fields(name: str, spread: Spread) -> dict[str, float]:
+    """`<name>`, `<name>_p10` and `<name>_p90`, as a line of results has them."""
+    values = {"": spread.median, "_p10": spread.p10, "_p90": spread.p90}
+    return {name + end: round(value, 4) for end, value in values.items()}
+
+
+def in_turns(calls: Sequence[Call]) -> Call:
+    """One call that makes the next of them each time.
+
+    >>> turn = in_turns([lambda: "a", lambda: "b"])
+    >>> turn(), turn(), turn()
+    ('a', 'b', 'a')
+    """
+    turns = itertools.cycle(calls)
+    return lambda: next(turns)()
 
 
 def measure(
-    functions: Mapping[str, Callable[[], object]],
+    functions: Mapping[str, Call],
     *,
     repeats: int = 30,
     warmup: int = 3,
     device: str | torch.device = "cpu",
     cold: bool = False,
-    prepare: Callable[[], object] | None = None,
+    prepare: Call | None = None,
     on_round: Callable[[int], object] | None = None,
+    clock: Callable[[Any], float] | None = None,
 ) -> dict[str, Timing]:
     """Time functions that take turns, so that what else the machine does hits all of them alike.
+
+    Each round has an order of its own, so that none always runs after the same other one. On the
+    CPU the threads are woken before each call, as the operators around it do in a model.
 
     Parameters
     ----------
@@ -103,6 +182,8 @@ def measure(
         Called before each call, outside the time (to put back what the last one changed).
     on_round : callable, optional
         Called with the number of rounds done, those of the warm-up included.
+    clock : callable, optional
+        Calls what it is given and returns the milliseconds, instead of the clock of `device`.
 
     Returns
     -------
@@ -110,31 +191,32 @@ def measure(
     """
     if repeats < 1:
         raise ValueError(f"measure: repeats must be >= 1, got {repeats}")
-    time_one = _time_cuda if torch.device(device).type == "cuda" else _time_cpu
-    sweep = torch.empty(_COLD_BYTES if cold else 0, dtype=torch.uint8, device=device)
+    time_one = clock or (_time_cuda if torch.device(device).type == "cuda" else _time_cpu)
+    sweep = torch.empty(WORKING_SET if cold else 0, dtype=torch.uint8, device=device)
     milliseconds: dict[str, list[float]] = {name: [] for name in functions}
-    names = list(functions)
+    wake = torch.ones(0 if torch.device(device).type == "cuda" else 2**17)
+    order = random.Random(0)
     for turn in range(warmup + repeats):
-        start = turn % len(names)
-        for name in names[start:] + names[:start]:
+        for name in order.sample(list(functions), len(functions)):
             if prepare is not None:
                 prepare()
             sweep.fill_(turn % 251)
+            wake.sum()
             elapsed = time_one(functions[name])
             if turn >= warmup:
                 milliseconds[name].append(elapsed)
         if on_round is not None:
             on_round(turn + 1)
-    return {name: Timing.of(values) for name, values in milliseconds.items()}
+    return {name: Timing(tuple(values)) for name, values in milliseconds.items()}
 
 
-def _time_cpu(function: Callable[[], object]) -> float:
+def _time_cpu(function: Call) -> float:
     start = time.perf_counter()
     function()
     return 1000 * (time.perf_counter() - start)
 
 
-def _time_cuda(function: Callable[[], object]) -> float:
+def _time_cuda(function: Call) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -145,25 +227,23 @@ def _time_cuda(function: Callable[[], object]) -> float:
 
 
 class ResultWriter:
-    """Writes one JSON line a measured point, to standard output or to a file.
+    """Writes one JSON line a measured point.
 
     Parameters
     ----------
-    path : Path, optional
-        The file is written anew; None is standard output.
+    path : Path
+        Written anew, after each point.
 
     Examples
     --------
-    >>> with ResultWriter() as writer:  # doctest: +SKIP
+    >>> with ResultWriter(Path("results.jsonl")) as writer:  # doctest: +SKIP
     ...     writer.write(op="h2o_evict", device="cpu", dtype="float32", shape={"capacity": 64},
     ...                  timing=timing, num_bytes=65536, baseline=sdpa, baseline_name="sdpa")
     """
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._file: TextIO | None = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
         self._commit = commit()
 
     def __enter__(self) -> ResultWriter:
@@ -175,8 +255,7 @@ class ResultWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def write(
         self,
@@ -190,8 +269,8 @@ class ResultWriter:
         baseline: Timing | None = None,
         baseline_name: str = "",
         **others: Any,
-    ) -> None:
-        """Write one point.
+    ) -> dict[str, Any]:
+        """Write one point; returns its fields.
 
         Parameters
         ----------
@@ -202,7 +281,7 @@ class ResultWriter:
         num_bytes : int, optional
             Bytes that a call must read and write; gives GB/s at the median.
         baseline : Timing, optional
-            Of what the point is compared with; gives the speed-up of the medians.
+            Of what the point is compared with; gives the speed-up, the median of the rounds.
         baseline_name : str
         **others
             Further fields.
@@ -212,20 +291,27 @@ class ResultWriter:
             "device": device,
             "dtype": dtype,
             **shape,
-            "median_ms": round(timing.median_ms, 6),
-            "p10_ms": round(timing.p10_ms, 6),
-            "p90_ms": round(timing.p90_ms, 6),
-            "repeats": timing.repeats,
+            **timing.fields(),
+            "repeats": len(timing.milliseconds),
         }
         if num_bytes is not None:
             point["bytes"] = num_bytes
-            point["gb_per_s"] = round(num_bytes / timing.median_ms / 1e6, 3)
+            point["gb_per_s"] = round(num_bytes / timing.spread.median / 1e6, 3)
         if baseline is not None:
             point["baseline"] = baseline_name
-            point["baseline_ms"] = round(baseline.median_ms, 6)
-            point["speedup"] = round(baseline.median_ms / timing.median_ms, 3)
+            point["baseline_ms"] = round(baseline.spread.median, 6)
+            point["speedup"] = round(ratio(timing, baseline).median, 4)
         point.update(others, threads=torch.get_num_threads(), commit=self._commit)
         print(json.dumps(point), file=self._file, flush=True)
+        return point
+
+
+def read_text(file: Path | None) -> str:
+    """The text to continue; None is the one that ships with the package."""
+    if file is not None:
+        return file.read_text(encoding="utf-8")
+    shipped = resources.files("h2o_kv").joinpath("prompts/genesis.txt")
+    return shipped.read_text(encoding="utf-8")
 
 
 def commit() -> str:

@@ -14,12 +14,12 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import commit, machine_line
+from common import commit, machine_line, read_text
+from report import load_pyplot
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.profiler import ProfilerActivity, profile
@@ -190,14 +190,6 @@ def compare(args: argparse.Namespace) -> Comparison:
     return Comparison(setting, texts, scores, true_text, profiles)
 
 
-def read_text(file: Path | None) -> str:
-    """The text to continue; None is the one that ships with the package."""
-    if file is not None:
-        return file.read_text(encoding="utf-8")
-    shipped = resources.files("h2o_kv").joinpath("prompts/genesis.txt")
-    return shipped.read_text(encoding="utf-8")
-
-
 def make_specs(args: argparse.Namespace, prompt_len: int) -> list[CacheSpec]:
     """The three caches: full, H2O, and a window with as many slots as H2O."""
     parts: dict[str, Any] = {}
@@ -318,13 +310,9 @@ def _quote(text: str) -> str:
 
 def plot(comparison: Comparison, file: Path) -> bool:
     """Draw the running mean of the NLL and the ms of each token; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
+    pyplot = load_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for index, score in enumerate(comparison.scores):
         style = {"color": COLOURS[score.label], "label": TITLES[score.label]}

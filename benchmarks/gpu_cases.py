@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from decode_cases import DTYPES, OUTPUT_LIMIT, full_caches
+from op_cases import DTYPES, ERROR_LIMIT, full_caches
 from torch import Tensor
 
 from h2o_kv import ops
@@ -105,7 +105,7 @@ def main() -> int:
         for what, case in cases(dtype, args.quick).items():
             count += 1
             for own, other in zip(case(args.device), case(torch.device("cpu")), strict=True):
-                atol = OUTPUT_LIMIT[own.dtype] if own.is_floating_point() else 0
+                atol = ERROR_LIMIT[own.dtype] if own.is_floating_point() else 0
                 if not torch.allclose(own.cpu().double(), other.double(), rtol=0, atol=atol):
                     differing += 1
                     print(f"{name}, {what}: differs from the CPU's")

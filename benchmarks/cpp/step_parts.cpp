@@ -130,7 +130,7 @@ class Layers {
     h2o::cpu::decode_kernels<T>().attend_range({
         .begin = begin,
         .end = std::min(sizes_.capacity, begin + kSlotsPerRange),
-        .capacity = sizes_.capacity,
+        .fetch_end = sizes_.capacity,
         .group_size = group_size,
         .head_dim = sizes_.head_dim,
         .query = {query_.data(), sizes_.head_dim},

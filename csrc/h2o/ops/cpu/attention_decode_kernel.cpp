@@ -12,6 +12,7 @@
 #include "h2o/ops/cpu/backend.h"
 #include "h2o/ops/cpu/chunk_attention.h"
 #include "h2o/ops/cpu/rows.h"
+#include "h2o/ops/cpu/workspace.h"
 #include "h2o/ops/registration.h"
 
 namespace h2o::cpu {
@@ -99,7 +100,7 @@ class Decoder {
     const int64_t num_heads = static_cast<int64_t>(rows.size()) * num_kv_heads_;
     if (workspace_ == nullptr) {
       const int64_t most_heads = static_cast<int64_t>(tokens_.size()) * num_kv_heads_;
-      workspace_.reset(new A[static_cast<size_t>(most_heads * HeadStep::workspace_size(*this))]);
+      workspace_ = memory_.template get<A>(most_heads * HeadStep::workspace_size(*this));
       ranges_left_.reset(new std::atomic<int64_t>[static_cast<size_t>(most_heads)]);
     }
     for (int64_t item = 0; item < num_heads; ++item) {
@@ -148,7 +149,7 @@ class Decoder {
           column_(column),
           position_(position),
           stats_(decoder.num_ranges() * decoder.group_size_),
-          weights_(decoder.workspace_.get() + item * workspace_size(decoder)),
+          weights_(decoder.workspace_ + item * workspace_size(decoder)),
           maximum_(weights_ + decoder.group_size_ * decoder.capacity_),
           sum_(maximum_ + stats_),
           partial_(sum_ + stats_),
@@ -364,7 +365,8 @@ class Decoder {
   const at::Tensor &output_, &evicted_;
   const int64_t num_kv_heads_, capacity_, head_dim_, group_size_;
   std::vector<A> slopes_;
-  std::unique_ptr<A[]> workspace_;
+  Workspace memory_;
+  A* workspace_ = nullptr;                               // of the steps
   std::unique_ptr<std::atomic<int64_t>[]> ranges_left_;  // of each (row, KV head)
 };
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.sym_node import DynamicInt
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -96,6 +97,17 @@ class _Settings:
                 f'call model.set_attn_implementation("{ATTENTION_NAME}") and make the cache from '
                 "model.config"
             )
+
+
+class _Variable(DynamicInt):
+    """An int that torch.compile does not take for a constant: the next one needs no other graph.
+
+    Elsewhere an int like any other, and so is what is computed from it.
+    """
+
+    __add__ = int.__add__
+    __sub__ = int.__sub__
+    __repr__ = int.__repr__
 
 
 @dataclass
@@ -286,6 +298,8 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         )
         self.tokens_seen.add_(added)
         self.columns_seen += num_new
+        if num_new > 1 and not torch.compiler.is_compiling():
+            self.columns_seen = _Variable(self.columns_seen)
         self.last_evicted = evicted
         return _cast(output, query.dtype).transpose(1, 2).contiguous()
 

@@ -3,18 +3,18 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <utility>
-#include <vector>
 
 #include "h2o/ops/checks.h"
 
 namespace h2o {
 namespace {
 
-using Dims = std::vector<std::pair<int64_t, int64_t>>;  // stride and size, in elements
+using Dims = c10::SmallVector<std::pair<int64_t, int64_t>, 5>;  // stride and size, in elements
 
 // Whether no two index tuples lead to one element. True for every slice, transposition or select of
 // an ordinary tensor; layouts interleaved in ways that those cannot make are answered with false
@@ -45,7 +45,7 @@ bool tensors_are_apart(const at::Tensor& a, const at::Tensor& b) {
   };
   const auto end = [&begin](const at::Tensor& tensor) {
     int64_t last = 0;
-    for (const auto& [stride, size] : dims_of(tensor)) last += stride * (size - 1);
+    for (int64_t d = 0; d < tensor.dim(); ++d) last += tensor.stride(d) * (tensor.size(d) - 1);
     return begin(tensor) + (last + 1) * static_cast<int64_t>(tensor.element_size());
   };
   if (a.numel() == 0 || b.numel() == 0 || end(a) <= begin(b) || end(b) <= begin(a)) return true;
@@ -58,7 +58,9 @@ bool tensors_are_apart(const at::Tensor& a, const at::Tensor& b) {
 }
 
 void check_written(const char* op, const char* argument, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.numel() == 0 || elements_are_apart(dims_of(tensor)), op, ": ", argument,
+  TORCH_CHECK(tensor.is_non_overlapping_and_dense() || tensor.numel() == 0 ||
+                  elements_are_apart(dims_of(tensor)),
+              op, ": ", argument,
               " must not overlap itself, since it is written in place, got sizes ", tensor.sizes(),
               " and strides ", tensor.strides());
 }

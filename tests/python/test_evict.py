@@ -315,6 +315,18 @@ def test_a_large_cache_equals_the_reference(tied: bool, device: torch.device) ->
     assert_same(state, tokens, scores_new, (4, 16, 16), device)
 
 
+@pytest.mark.parametrize("counts", [(0, 0, 12), (2, 10, 0), (1, 7, 4), (0, 3, 9)])
+def test_one_token_in_and_one_out_equals_the_reference(
+    counts: Counts, device: torch.device
+) -> None:
+    state = State.empty(2, 2, 13, 4, torch.float32)
+    for step in range(60):
+        tokens = planted_tokens(2, 2, 2, 1, 4, torch.float32, start=step)
+        scores_new = random_scores((2, 2, 1), torch.float32, True, step)
+        evicted = assert_same(state, tokens, scores_new, counts, device)
+        assert ((evicted >= 0).sum(-1) == (step >= 12)).all()
+
+
 def test_a_very_large_batch(device: torch.device) -> None:
     batch = 70_000
     state = State.empty(batch, 1, 4, 8, torch.float32, fill=0)

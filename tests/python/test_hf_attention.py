@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -373,6 +374,15 @@ def test_a_window_that_the_config_switches_off_hides_nothing() -> None:
     model.config.sliding_window = 6
     model.config.layer_types = ["full_attention", "sliding_attention"]
     assert [layer.configured_window() for layer in cache.layers] == [None, 6]
+
+
+def test_copies_of_a_cache_keep_to_its_window() -> None:
+    model, ids = windowed_model("phimoe"), tokens(1, 6)
+    cache = H2OCache(model.config, POLICY)
+    forward(model, ids, cache)
+    for other in (cache, cache.fork(1), copy.deepcopy(cache)):
+        with pytest.raises(NotImplementedError, match="got sliding_window=6 and 7 tokens"):
+            forward(model, ids[:, :1], other)
 
 
 def test_output_attentions_is_refused() -> None:

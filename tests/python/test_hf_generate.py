@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
 from h2o_kv import EvictionPolicy, H2OCache
@@ -429,29 +430,45 @@ def test_a_bfloat16_cache_generates_and_keeps_its_dtypes() -> None:
     assert all(int(count.min()) == int(count.max()) == 8 for count in cache.tokens_kept())
 
 
-def test_decode_step_compiles_to_one_graph_without_recompiling() -> None:
-    model, ids = tiny_model("llama"), tokens(2, 30)
-    plain, compiled = H2OCache(model.config, SMALL), H2OCache(model.config, SMALL)
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    step = torch.compile(model.forward, fullgraph=True, backend=backend)
-    name = cache_kwarg(model)
+def greedy(step: Any, model: Any, cache: H2OCache, ids: Tensor, real: Tensor | None) -> Tensor:
+    """The 12 tokens [batch, 12] that follow `ids`, all but the first from a call of `step`."""
+    position_ids = None if real is None else (real.cumsum(1) - 1).clamp(min=0)
+    produced = [forward(model, ids, cache, real, position_ids=position_ids)[:, -1:].argmax(-1)]
     with torch.no_grad():
-        for cache in (plain, compiled):
-            model(ids[:, :4], **{name: cache})
-        # From filling (4 of 8 slots) to full.
-        for i in range(4, 20):
-            want = model(ids[:, i : i + 1], **{name: plain}).logits
-            got = step(ids[:, i : i + 1], **{name: compiled}).logits
-            torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-    # Once for the first step, once more when the number of tokens seen is known to change.
-    assert len(graphs) <= 2
-    assert kept(compiled, 0) == kept(plain, 0)
+        while len(produced) < 12:
+            if real is not None:
+                real = torch.nn.functional.pad(real, (0, 1), value=1)
+                # Else the mask's width in the first step is compiled in.
+                torch._dynamo.mark_dynamic(real, 1)
+                position_ids = real.sum(1, keepdim=True) - 1
+            output = step(
+                produced[-1],
+                attention_mask=real,
+                position_ids=position_ids,
+                **{cache_kwarg(model): cache},
+            )
+            produced.append(output.logits.argmax(-1))
+    return torch.cat(produced, 1)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decode_step_compiles_to_one_graph_from_filling_to_full(
+    family: str, padded: bool
+) -> None:
+    model, ids, mask = tiny_model(family), tokens(2, 5), None
+    if padded:
+        ids, mask = left_padded([tokens(1, 5)[0], tokens(1, 3, seed=1)[0]])
+    plain, compiled = H2OCache(model.config, SMALL), H2OCache(model.config, SMALL)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(model.forward, fullgraph=True, backend=counter)
+    want = greedy(model.forward, model, plain, ids, mask)
+    assert torch.equal(greedy(step, model, compiled, ids, mask), want)
+    assert len({tuple(row.tolist()) for row in want}) == 2
+    assert [kept(compiled, row) for row in (0, 1)] == [kept(plain, row) for row in (0, 1)]
+    assert plain.get_seq_length() == compiled.get_seq_length() == 16
+    assert counter.frame_count == 1
     torch._dynamo.reset()
 
 

@@ -128,7 +128,7 @@ def h2o_attention_forward(
     tokens = layer.columns_seen + key.shape[2]
     # Some models (PhiMoE, Moshi) tell the window to their mask function and transformers' cache
     # alone; neither has a say here.
-    kwargs.setdefault("sliding_window", layer.configured_window())
+    kwargs.setdefault("sliding_window", layer.window())
     for name, argument in kwargs.items():
         if argument is not None and name not in _NOT_USED:
             _check_argument(name, argument, tokens)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.sym_node import DynamicInt
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -45,6 +46,8 @@ _MODEL_SHAPE = (
 )
 # Tensors of a layer with one entry a row; whatever moves a row moves all of them.
 _ROW_STATE = ("keys", "values", "scores", "positions", "tokens_seen", "row_budget")
+# The one overload, found once.
+_attention_decode = torch.ops.h2o.h2o_attention_decode.default
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,17 @@ class _Settings:
                 f'call model.set_attn_implementation("{ATTENTION_NAME}") and make the cache from '
                 "model.config"
             )
+
+
+class _Variable(DynamicInt):
+    """An int that torch.compile does not take for a constant: the next one needs no other graph.
+
+    Elsewhere an int like any other, and so is what is computed from it.
+    """
+
+    __add__ = int.__add__
+    __sub__ = int.__sub__
+    __repr__ = int.__repr__
 
 
 @dataclass
@@ -149,6 +163,8 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         self.last_evicted: Tensor | None = None
         self._handover = handover
         self._known_config = settings.config
+        self._window: int | None = None
+        self._one: Tensor | None = None  # int32, [1]: torch adds it faster than a number.
 
     def __repr__(self) -> str:
         capacity = None if self.keys is None else self.keys.shape[2]
@@ -168,6 +184,12 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
     def supports_early_init(self) -> bool:
         """Whether the capacity is known before the prompt."""
         return not self.settings.policy.has_ratio or self.settings.prompt_length is not None
+
+    def window(self) -> int | None:
+        """`configured_window` as it was when this sequence started: a config is slow to ask."""
+        if self.columns_seen == 0:
+            self._window = self.configured_window()
+        return self._window
 
     def configured_window(self) -> int | None:
         """Sliding window, in tokens, that the model's config gives to this layer; None = none."""
@@ -241,7 +263,9 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
             The mask is of another kind, or the shapes are not those that the cache was filled with.
         """
         batch, _, num_new, _ = key.shape
-        real = self._real_tokens(attention_mask, batch, num_new)
+        real = None
+        if attention_mask is not None:
+            real = self._real_tokens(attention_mask, batch, num_new)
         if self.columns_seen == 0:
             self._start(key, value, real)
         elif batch != self.batch_size:
@@ -255,14 +279,14 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
 
         position_new, added = self._number(real, num_new)
         dtype = self.keys.dtype
-        output, evicted = torch.ops.h2o.h2o_attention_decode(
-            query.to(dtype),
+        output, evicted = _attention_decode(
+            _cast(query, dtype),
             self.keys,
             self.values,
             self.scores,
             self.positions,
-            key.to(dtype),
-            value.to(dtype),
+            _cast(key, dtype),
+            _cast(value, dtype),
             position_new,
             self.budget.num_sink,
             self.budget.num_heavy,
@@ -274,9 +298,10 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         )
         self.tokens_seen.add_(added)
         self.columns_seen += num_new
+        if num_new > 1 and not torch.compiler.is_compiling():
+            self.columns_seen = _Variable(self.columns_seen)
         self.last_evicted = evicted
-        attended: Tensor = output.to(query.dtype).transpose(1, 2).contiguous()
-        return attended
+        return _cast(output, query.dtype).transpose(1, 2).contiguous()
 
     def _number(self, real: Tensor | None, num_new: int) -> tuple[Tensor, Tensor | int]:
         """Positions of the new tokens, int32 [batch, num_new], and how many of each row are real.
@@ -284,10 +309,11 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         They count the real tokens of a row, so a padded row is numbered like the row alone.
         """
         assert self.tokens_seen is not None
-        first = self.tokens_seen[:, None]
+        assert self._one is not None
+        first = self.tokens_seen.unsqueeze(1)
         if real is None:
             if num_new == 1:
-                return first, 1
+                return first, self._one
             columns = torch.arange(num_new, dtype=torch.int32, device=first.device)
             return first + columns, num_new
         if num_new == 1:  # A decode step on a device: no kernel launch more than it needs.
@@ -300,12 +326,8 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
             return min(self.settings.prefill_chunk, num_new)
         return max(num_new, 1)
 
-    def _real_tokens(
-        self, attention_mask: Tensor | None, batch: int, num_new: int
-    ) -> Tensor | None:
-        """Which new tokens are real, bool [batch, num_new]; None = all."""
-        if attention_mask is None:
-            return None
+    def _real_tokens(self, attention_mask: Tensor, batch: int, num_new: int) -> Tensor:
+        """Which new tokens are real, bool [batch, num_new]."""
         mask = attention_mask
         # Columns of earlier tokens, if the model has them in its mask, say nothing new.
         whole = self.settings.whole_masks and mask.shape[-1] == self.columns_seen + num_new
@@ -403,6 +425,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
                 ) from error
             self.keys, self.values, self.scores, self.positions = keys, values, scores, positions
             self.tokens_seen = torch.zeros(batch, dtype=torch.int32, device=self.device)
+            self._one = torch.ones(1, dtype=torch.int32, device=self.device)
         self.batch_size = batch
         self.is_initialized = True
 
@@ -530,11 +553,12 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def copy_from(self, other: H2OLayer) -> None:
         """Become a copy of `other` that shares no memory with it."""
-        for name in (*_ROW_STATE, "last_evicted"):
+        for name in (*_ROW_STATE, "last_evicted", "_one"):
             state = getattr(other, name)
             with torch.inference_mode(False), torch.no_grad():
                 setattr(self, name, None if state is None else state.clone())
         self.columns_seen = other.columns_seen
+        self._window = other._window
         self.budget = other.budget
         self.is_initialized = other.is_initialized
         if other.keys is not None:
@@ -865,6 +889,11 @@ def _no_saved_sessions(method: str) -> str:
 
 def _model_shape(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in _MODEL_SHAPE}
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, which takes longer to find out that it has nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _nbytes(tensor: Tensor | None) -> int:

@@ -1,8 +1,10 @@
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <optional>
+#include <span>
 #include <vector>
 
 #include "h2o/kernels/cpu/rows.h"
@@ -18,76 +20,143 @@ namespace {
 // One (row, KV head). A candidate's index is its slot, or capacity + its place among the row's new
 // tokens.
 template <typename T>
-void evict_head(const KVCache& cache, const at::Tensor& k_new, const at::Tensor& v_new,
-                const at::Tensor& scores_new, const RowTokens& tokens, const Budget& budget,
-                int64_t row, int64_t head, int32_t* left) {
+class HeadEviction {
+ public:
   using A = Accumulator<T>;
-  const int64_t capacity = cache.capacity(), head_dim = cache.head_dim();
-  const auto at = [row, head]<typename U>(const at::Tensor& tensor, U*, int64_t index) {
-    return data_of<U>(tensor) + row * tensor.stride(0) + head * tensor.stride(1) +
-           index * tensor.stride(2);
-  };
-  const auto score_at = [&](int64_t slot) {
-    return at(cache.scores, static_cast<A*>(nullptr), slot);
-  };
-  const auto position_at = [&](int64_t slot) {
-    return at(cache.positions, static_cast<int32_t*>(nullptr), slot);
-  };
 
-  std::vector<Candidate<A>> candidates;
-  std::vector<int32_t> empty;
-  for (int64_t slot = 0; slot < capacity; ++slot) {
-    const int32_t position = *position_at(slot);
-    if (position < 0) {
-      empty.push_back(static_cast<int32_t>(slot));
-    } else {
-      candidates.push_back({*score_at(slot), position, static_cast<int32_t>(slot)});
+  HeadEviction(const KVCache& cache, const at::Tensor& k_new, const at::Tensor& v_new,
+               const at::Tensor& scores_new, const RowTokens& tokens, const Budget& budget,
+               int64_t row, int64_t head)
+      : tokens_(tokens),
+        budget_(budget),
+        capacity_(cache.capacity()),
+        head_dim_(cache.head_dim()),
+        num_tokens_(static_cast<int64_t>(tokens.columns.size())),
+        k_cache_(of<T>(cache.k_cache, row, head)),
+        v_cache_(of<T>(cache.v_cache, row, head)),
+        scores_(of<A>(cache.scores, row, head)),
+        positions_(of<int32_t>(cache.positions, row, head)),
+        k_new_(of<const T>(k_new, row, head)),
+        v_new_(of<const T>(v_new, row, head)),
+        scores_new_(of<const A>(scores_new, row, head)) {
+    for (int64_t slot = 0; slot < capacity_; ++slot) {
+      occupied_ += positions_[slot] >= 0;
+      newest_ = std::max(newest_, positions_[slot]);
     }
+    if (num_tokens_ > 0) newest_ = std::max(newest_, tokens.positions.back());
   }
-  const int64_t num_tokens = static_cast<int64_t>(tokens.columns.size());
-  std::vector<A> fresh;
-  for (int64_t i = 0; i < num_tokens; ++i) {
-    fresh.push_back(
-        *at(scores_new, static_cast<const A*>(nullptr), tokens.columns[static_cast<size_t>(i)]));
-    candidates.push_back({fresh.back(), tokens.positions[static_cast<size_t>(i)],
-                          static_cast<int32_t>(capacity + i)});
-  }
-  int64_t newest = -1;
-  for (const Candidate<A>& candidate : candidates)
-    newest = std::max<int64_t>(newest, candidate.position);
 
-  const int64_t excess = static_cast<int64_t>(candidates.size()) - budget.total();
-  choose_victims(candidates, excess, newest, budget);
-  std::vector<bool> leaves(static_cast<size_t>(num_tokens), false);
-  std::vector<int32_t> freed;
-  for (int64_t i = 0; i < excess; ++i) {
-    const Candidate<A>& victim = candidates[static_cast<size_t>(i)];
-    left[i] = victim.position;
-    if (victim.index < capacity) {
+  // Writes the positions that leave to `left`, in the order in which they do.
+  void run(int32_t* left) const {
+    const int64_t excess = occupied_ + num_tokens_ - budget_.total();
+    if (excess == 1) {
+      if (const auto victim = only_victim()) return act(std::span(&*victim, 1), left);
+    }
+    std::vector<Candidate<A>> victims;
+    if (excess > 0) {
+      victims = candidates();
+      choose_victims(victims, excess, newest_, budget_);
+      victims.resize(static_cast<size_t>(excess));
+    }
+    act(victims, left);
+  }
+
+ private:
+  // The elements of one (row, head), by slot or column.
+  template <typename U>
+  struct Strided {
+    U* data;
+    int64_t stride;
+    U& operator[](int64_t index) const { return data[index * stride]; }
+  };
+
+  template <typename U>
+  static Strided<U> of(const at::Tensor& tensor, int64_t row, int64_t head) {
+    return {data_of<U>(tensor) + row * tensor.stride(0) + head * tensor.stride(1),
+            tensor.stride(2)};
+  }
+
+  Candidate<A> token(int64_t i) const {
+    return {scores_new_[tokens_.columns[static_cast<size_t>(i)]],
+            tokens_.positions[static_cast<size_t>(i)], static_cast<int32_t>(capacity_ + i)};
+  }
+
+  // The first to leave of those that may, found without a list of them.
+  std::optional<Candidate<A>> only_victim() const {
+    std::optional<Candidate<A>> victim;
+    const SlotScan<A> scan = scan_slots<A>(scores_.data, scores_.stride, positions_.data,
+                                           positions_.stride, capacity_, newest_, budget_);
+    if (scan.victim >= 0) {
+      victim = {scan.victim_score, scan.victim_position, static_cast<int32_t>(scan.victim)};
+    }
+    for (int64_t i = 0; i < num_tokens_; ++i) {
+      const Candidate<A> other = token(i);
+      if (is_protected(other.position, newest_, budget_)) continue;
+      if (!victim || leaves_before(other.score, other.position, victim->score, victim->position)) {
+        victim = other;
+      }
+    }
+    return victim;
+  }
+
+  std::vector<Candidate<A>> candidates() const {
+    std::vector<Candidate<A>> all;
+    all.reserve(static_cast<size_t>(occupied_ + num_tokens_));
+    for (int64_t slot = 0; slot < capacity_; ++slot) {
+      if (positions_[slot] < 0) continue;
+      all.push_back({scores_[slot], positions_[slot], static_cast<int32_t>(slot)});
+    }
+    for (int64_t i = 0; i < num_tokens_; ++i) all.push_back(token(i));
+    return all;
+  }
+
+  void act(std::span<const Candidate<A>> victims, int32_t* left) const {
+    std::vector<bool> leaves(static_cast<size_t>(num_tokens_), false);
+    std::vector<int32_t> freed;
+    for (const Candidate<A>& victim : victims) {
+      *left++ = victim.position;
+      if (victim.index >= capacity_) {
+        leaves[static_cast<size_t>(victim.index - capacity_)] = true;
+        continue;
+      }
       freed.push_back(victim.index);
-    } else {
-      leaves[static_cast<size_t>(victim.index - capacity)] = true;
+      positions_[victim.index] = -1;
+      scores_[victim.index] = 0;
+    }
+    // Tokens take the freed slots, the lowest first, then empty ones; where there is no token the
+    // order of the slots is nobody's.
+    const int64_t num_freed = static_cast<int64_t>(freed.size());
+    std::partial_sort(freed.begin(), freed.begin() + std::min(num_freed, num_tokens_), freed.end());
+    int64_t next_freed = 0, next_empty = 0;
+    for (int64_t i = 0; i < num_tokens_; ++i) {
+      if (leaves[static_cast<size_t>(i)]) continue;
+      int64_t slot;
+      if (next_freed < num_freed) {
+        slot = freed[static_cast<size_t>(next_freed++)];
+      } else {
+        while (positions_[next_empty] >= 0) ++next_empty;
+        slot = next_empty;
+      }
+      const Candidate<A> own = token(i);
+      const int64_t column = tokens_.columns[static_cast<size_t>(i)];
+      std::copy_n(&k_new_[column], head_dim_, &k_cache_[slot]);
+      std::copy_n(&v_new_[column], head_dim_, &v_cache_[slot]);
+      scores_[slot] = own.score;
+      positions_[slot] = own.position;
     }
   }
-  std::sort(freed.begin(), freed.end());
-  for (const int32_t slot : freed) {
-    *position_at(slot) = -1;
-    *score_at(slot) = 0;
-  }
-  size_t next = 0;
-  for (int64_t i = 0; i < num_tokens; ++i) {
-    if (leaves[static_cast<size_t>(i)]) continue;
-    const int64_t slot = next < freed.size() ? freed[next] : empty[next - freed.size()];
-    ++next;
-    const int64_t column = tokens.columns[static_cast<size_t>(i)];
-    std::copy_n(at(k_new, static_cast<const T*>(nullptr), column), head_dim,
-                at(cache.k_cache, static_cast<T*>(nullptr), slot));
-    std::copy_n(at(v_new, static_cast<const T*>(nullptr), column), head_dim,
-                at(cache.v_cache, static_cast<T*>(nullptr), slot));
-    *score_at(slot) = fresh[static_cast<size_t>(i)];
-    *position_at(slot) = tokens.positions[static_cast<size_t>(i)];
-  }
-}
+
+  const RowTokens& tokens_;
+  const Budget& budget_;
+  const int64_t capacity_, head_dim_, num_tokens_;
+  const Strided<T> k_cache_, v_cache_;
+  const Strided<A> scores_;
+  const Strided<int32_t> positions_;
+  const Strided<const T> k_new_, v_new_;
+  const Strided<const A> scores_new_;
+  int64_t occupied_ = 0;
+  int32_t newest_ = -1;
+};
 
 }  // namespace
 
@@ -104,18 +173,21 @@ at::Tensor evict(const EvictCall& call) {
   };
   const at::Tensor k_new = input(call.k_new), v_new = input(call.v_new),
                    scores_new = input(call.scores_new);
-  at::Tensor evicted = at::full({cache.batch(), num_kv_heads, cache.capacity() + num_new}, -1,
-                                cache.positions.options());
+  const int64_t width = cache.capacity() + num_new;
+  at::Tensor evicted = at::empty({cache.batch(), num_kv_heads, width}, cache.positions.options());
   int32_t* const left = evicted.mutable_data_ptr<int32_t>();
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, cache.k_cache.scalar_type(), "h2o_evict", [&] {
-        const int64_t grain = std::max<int64_t>(1, 4096 / (cache.capacity() + num_new + 1));
+        // About 16 Ki slots are worth a second thread.
+        const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 14) / (width + 1));
         at::parallel_for(0, cache.batch() * num_kv_heads, grain, [&](int64_t first, int64_t last) {
+          std::fill(left + first * width, left + last * width, -1);
           for (int64_t i = first; i < last; ++i) {
             const int64_t row = i / num_kv_heads;
-            evict_head<scalar_t>(cache, k_new, v_new, scores_new, tokens[static_cast<size_t>(row)],
-                                 budgets[static_cast<size_t>(row)], row, i % num_kv_heads,
-                                 left + i * (cache.capacity() + num_new));
+            HeadEviction<scalar_t>(cache, k_new, v_new, scores_new,
+                                   tokens[static_cast<size_t>(row)],
+                                   budgets[static_cast<size_t>(row)], row, i % num_kv_heads)
+                .run(left + i * width);
           }
         });
       });

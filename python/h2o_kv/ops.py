@@ -102,7 +102,7 @@ def attention_decode(
     >>> evicted.tolist(), positions.tolist()
     ([[[-1, -1, -1, -1, 2, 3]]], [[[0, 1, 4, 5]]])
     """
-    result: tuple[Tensor, Tensor] = torch.ops.h2o.h2o_attention_decode(
+    result: tuple[Tensor, Tensor] = torch.ops.h2o.h2o_attention_decode.default(
         query,
         k_cache,
         v_cache,
@@ -163,7 +163,7 @@ def evict(
     evicted : Tensor, int32, [batch, num_kv_heads, capacity + num_new]
         The positions that left, in the order they left (lowest score first), then -1.
     """
-    evicted: Tensor = torch.ops.h2o.h2o_evict(
+    evicted: Tensor = torch.ops.h2o.h2o_evict.default(
         k_cache,
         v_cache,
         scores,
@@ -219,7 +219,7 @@ def prefill_select(
     scores : Tensor, float32 (float64 for float64 inputs), [batch, num_kv_heads, budget]
         Accumulated score of each, 0 where ``selected`` is -1.
     """
-    result: tuple[Tensor, Tensor] = torch.ops.h2o.h2o_prefill_select(
+    result: tuple[Tensor, Tensor] = torch.ops.h2o.h2o_prefill_select.default(
         query,
         key,
         position,

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "h2o/budget.h"
 #include "h2o/kernels/cpu/rows.h"
 #include "h2o/kernels/cpu/slot_selection.h"
@@ -67,9 +69,23 @@ struct DecodeKernels {
 template <typename T>
 const DecodeKernels<T>& decode_kernels();
 
-// scan_slots() of contiguous scores and positions, in vectors.
+// scan_slots() of scores and positions that lie side by side, in vectors.
 using ScanSlots = SlotScan<float>(const float* scores, const int32_t* positions, int64_t capacity,
                                   int64_t newest, const Budget& budget);
 ScanSlots& scan_slots_kernel();
+
+// scan_slots() in the fastest way.
+template <typename A>
+SlotScan<A> scan_slots_fast(const A* scores, int64_t scores_stride, const int32_t* positions,
+                            int64_t positions_stride, int64_t capacity, int64_t newest,
+                            const Budget& budget) {
+  if constexpr (std::is_same_v<A, float>) {
+    if (scores_stride == 1 && positions_stride == 1) {
+      return scan_slots_kernel()(scores, positions, capacity, newest, budget);
+    }
+  }
+  return scan_slots<A>(scores, scores_stride, positions, positions_stride, capacity, newest,
+                       budget);
+}
 
 }  // namespace h2o::cpu

@@ -1,6 +1,6 @@
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/empty.h>
 
 #include <atomic>
 #include <memory>
@@ -107,10 +107,10 @@ class Decoder {
       ranges_left_[static_cast<size_t>(item)].store(num_ranges, std::memory_order_relaxed);
     }
     // Threads take the next ranges as they come to them: one that the machine slows down holds up
-    // nobody. About 64 Ki elements of K and V are worth a second thread.
+    // nobody. 16 Ki elements of K and V are worth a second thread.
     const int64_t total = num_heads * num_ranges;
     const int64_t per_thread =
-        std::max<int64_t>(1, (int64_t{1} << 16) / (2 * kSlotsPerRange * head_dim_));
+        std::max<int64_t>(1, (int64_t{1} << 14) / (2 * kSlotsPerRange * head_dim_));
     const int64_t num_threads =
         std::min<int64_t>(at::get_num_threads(), (total + per_thread - 1) / per_thread);
     const int64_t at_once = std::clamp<int64_t>(total / (8 * num_threads), 1, 8);
@@ -160,6 +160,9 @@ class Decoder {
     void attend(int64_t range, int64_t end_range) const {
       const KVCache& cache = decoder_.call_.cache;
       const int64_t group_size = decoder_.group_size_, begin = range * kSlotsPerRange;
+      // Scores are not needed before the end, positions not before the next range.
+      prefetch(cache.scores, begin);
+      prefetch(cache.positions, begin + kSlotsPerRange);
       decode_kernels<T>().attend_range({
           .begin = begin,
           .end = std::min(decoder_.capacity_, begin + kSlotsPerRange),
@@ -214,6 +217,17 @@ class Decoder {
     }
 
    private:
+    // Fetches a range's worth of scores or positions ahead, from slot `begin`.
+    void prefetch(const at::Tensor& tensor, int64_t begin) const {
+      const int64_t stride = tensor.stride(2), per_line = 64 / tensor.itemsize();
+      const char* const first =
+          static_cast<const char*>(tensor.const_data_ptr()) +
+          (row_ * tensor.stride(0) + head_ * tensor.stride(1)) * tensor.itemsize();
+      const int64_t end = std::min(decoder_.capacity_, begin + kSlotsPerRange);
+      for (int64_t slot = begin; slot < end; slot += per_line) {
+        __builtin_prefetch(first + slot * stride * tensor.itemsize());
+      }
+    }
     VectorRows<const T> query() const {
       return {decoder_.at<const T>(decoder_.query_, row_, head_ * decoder_.group_size_, column_),
               decoder_.query_.stride(1)};
@@ -227,23 +241,12 @@ class Decoder {
   };
   int64_t num_ranges() const { return (capacity_ + kSlotsPerRange - 1) / kSlotsPerRange; }
 
-  SlotScan<A> scan(int64_t row, int64_t head, int32_t newest, const Budget& budget) const {
-    const int64_t scores_stride = call_.cache.scores.stride(2),
-                  positions_stride = call_.cache.positions.stride(2);
-    if constexpr (std::is_same_v<A, float>) {
-      if (scores_stride == 1 && positions_stride == 1) {
-        return scan_slots_kernel()(scores(row, head), positions(row, head), capacity_, newest,
-                                   budget);
-      }
-    }
-    return scan_slots<A>(scores(row, head), scores_stride, positions(row, head), positions_stride,
-                         capacity_, newest, budget);
-  }
-
   // Steps 4-6 for one new token.
   void place_token(int64_t row, int64_t head, int64_t column, int32_t position, A new_score) const {
     const Budget& budget = budgets_[static_cast<size_t>(row)];
-    const SlotScan<A> slots = scan(row, head, position, budget);
+    const SlotScan<A> slots =
+        scan_slots_fast<A>(scores(row, head), call_.cache.scores.stride(2), positions(row, head),
+                           call_.cache.positions.stride(2), capacity_, position, budget);
     if (slots.occupied + 1 <= budget.total()) {
       overwrite_slot(row, head, slots.lowest_empty, column, new_score, position);
       return;
@@ -389,8 +392,9 @@ DecodeOutputs attention_decode(const DecodeCall& call) {
   for (const RowTokens& row : tokens)
     padded = padded || static_cast<int64_t>(row.columns.size()) < num_new;
   if (padded) output.zero_();
-  at::Tensor evicted = at::full({call.cache.batch(), call.cache.num_kv_heads(), num_new}, -1,
-                                call.cache.positions.options());
+  at::Tensor evicted = at::empty({call.cache.batch(), call.cache.num_kv_heads(), num_new},
+                                 call.cache.positions.options());
+  std::fill_n(evicted.mutable_data_ptr<int32_t>(), evicted.numel(), -1);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(),
                                   "h2o_attention_decode", [&] {
                                     Decoder<scalar_t>(call, query, k_new, v_new, std::move(tokens),

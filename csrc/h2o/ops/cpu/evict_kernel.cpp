@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "h2o/kernels/cpu/rows.h"
+#include "h2o/kernels/cpu/decode_kernels.h"
 #include "h2o/kernels/cpu/slot_selection.h"
 #include "h2o/ops/checks.h"
 #include "h2o/ops/cpu/backend.h"
@@ -84,8 +84,8 @@ class HeadEviction {
   // The first to leave of those that may, found without a list of them.
   std::optional<Candidate<A>> only_victim() const {
     std::optional<Candidate<A>> victim;
-    const SlotScan<A> scan = scan_slots<A>(scores_.data, scores_.stride, positions_.data,
-                                           positions_.stride, capacity_, newest_, budget_);
+    const SlotScan<A> scan = scan_slots_fast<A>(scores_.data, scores_.stride, positions_.data,
+                                                positions_.stride, capacity_, newest_, budget_);
     if (scan.victim >= 0) {
       victim = {scan.victim_score, scan.victim_position, static_cast<int32_t>(scan.victim)};
     }

@@ -318,6 +318,21 @@ def test_mistral_s_window_raises_when_it_would_hide_a_token() -> None:
         forward(model, ids[:, :1], cache, mask)
 
 
+def test_a_mask_of_the_new_columns_alone_says_the_same_beside_a_window() -> None:
+    model, ids = tiny_model("mistral", sliding_window=20), tokens(2, 8)
+    seen = torch.ones_like(ids)
+    seen[0, :3] = 0
+    added = torch.tensor([[1], [0]])  # the second row ends before the first
+    caches = [H2OCache(model.config, POLICY) for _ in range(2)]
+    for cache in caches:
+        forward(model, ids, cache, seen)
+    whole = forward(model, ids[:, :1], caches[0], torch.cat([seen, added], 1))
+    alone = forward(model, ids[:, :1], caches[1], added)
+    assert torch.equal(whole, alone)
+    for cache in caches:
+        assert cache.layers[0].tokens_seen.tolist() == [6, 8]
+
+
 def windowed_model(family: str) -> Any:
     """A model that tells its window of 6 tokens to its mask and to transformers' caches alone."""
     special: dict[str, dict[str, Any]] = {

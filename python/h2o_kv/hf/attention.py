@@ -174,6 +174,9 @@ def h2o_mask(
             raise TypeError("h2o_mask: q_length or cache_position must be given, got neither")
         num_new = cache_position.shape[0]
     if kv_length != num_new or mask_function is not causal_mask_function:
+        if attention_mask is not None and attention_mask.shape[1] == kv_length:
+            # The new columns alone: sdpa_mask counts from the first column seen.
+            attention_mask = torch.nn.functional.pad(attention_mask, (kv_offset, 0), value=1)
         new_tokens = (
             {"cache_position": cache_position} if q_length is None else {"q_length": q_length}
         )

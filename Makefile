@@ -36,7 +36,7 @@ demo: build model
 test: test-cpp test-python
 
 test-cpp: build
-	@sh cmake/install_catch2.sh
+	@sh cmake/install_test_packages.sh
 	cmake -S . -B $(BUILD) -DH2O_TESTS=ON >/dev/null
 	cmake --build $(BUILD) -j $(JOBS)
 	OMP_WAIT_POLICY=passive ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)

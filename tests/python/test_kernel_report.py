@@ -21,9 +21,9 @@ REPORT = ROOT / "benchmarks" / "kernel_report.py"
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if not h2o_kv.build_info()["cuda"]:
         pytest.skip("h2o_kv was built without CUDA")
-    emulated = Path(os.environ.get("H2O_EMULATED_LIBRARY", "")).with_name(
-        "libh2o_emulated_checked.so"
-    )
+    if not os.environ.get("H2O_EMULATED_LIBRARY"):
+        pytest.skip("H2O_EMULATED_LIBRARY is not set")
+    emulated = Path(os.environ["H2O_EMULATED_LIBRARY"]).with_name("libh2o_emulated_checked.so")
     path = tmp_path_factory.mktemp("report") / "report.json"
     command = [sys.executable, str(REPORT), "--json", str(path), "--emulated", str(emulated)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

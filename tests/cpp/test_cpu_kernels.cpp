@@ -481,9 +481,9 @@ TEST_CASE("numbers between two 16-bit values round as in torch", "[vector][cpu]"
 TEST_CASE("the exponential is within 2 units in the last place", "[vector][cpu]") {
   const InstructionSet set = GENERATE(from_range(instruction_sets()));
   CAPTURE(name_of(set));
-  // Every 251st float from -0 to the smallest x whose e^x is a normal number, and the last 4,096
-  // before it.
-  const uint32_t last = bits_of(-87.33654f);
+  // Every 251st float from -0 to near the smallest x whose e^x is not given as 0, and the last
+  // 4,096 before it.
+  const uint32_t last = bits_of(-86.9899f);
   std::vector<float> x;
   for (uint32_t bits = 0x80000000u; bits <= last; bits += 251) x.push_back(from_bits(bits));
   for (uint32_t bits = last - 4095; bits <= last; ++bits) x.push_back(from_bits(bits));
@@ -507,10 +507,9 @@ TEST_CASE("the exponential is exact where a softmax relies on it", "[vector][cpu
   const InstructionSet set = GENERATE(from_range(instruction_sets()));
   CAPTURE(name_of(set));
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  const float below = std::nextafterf(-87.33654f, -kInfinity);
   const std::vector<float> y =
       exponential(vector_functions_of(set), {0.0f, -0.0f, -1e-45f, -kInfinity, -3.4e38f, -1000.0f,
-                                             below, -87.33654f, std::nanf(""), -std::nanf("")});
+                                             -87.0f, -86.9899f, std::nanf(""), -std::nanf("")});
   CHECK(y[0] == 1.0f);
   CHECK(y[1] == 1.0f);
   CHECK(y[2] == 1.0f);
@@ -1019,24 +1018,80 @@ TEMPLATE_TEST_CASE("a chunk attends causally as plain loops do", "[attend_tile][
   }
 }
 
-TEST_CASE("a token's output does not depend on the tokens after it", "[attend_tile][cpu]") {
-  const float later = GENERATE(std::nanf(""), std::numeric_limits<float>::infinity(), 1e30f);
-  const int64_t group_size = GENERATE(1, 4);
-  Problem<float> problem(group_size, 17, 10, 9, false);
+TEMPLATE_TEST_CASE("a token's output does not depend on the tokens after it", "[attend_tile][cpu]",
+                   float, double, at::Half, at::BFloat16) {
+  using T = TestType;
+  // Tokens 0 to 63 or 0 to 15 share a tile.
+  const double later = GENERATE(std::nan(""), std::numeric_limits<double>::infinity(), 1e30);
+  const int64_t group_size = GENERATE(1, 4), head_dim = GENERATE(16, 17);
+  const int64_t from = GENERATE(9, 68);
+  const Problem<T> problem(group_size, head_dim, 10, 70, false);
+  Problem<T> changed = problem, one_value = problem;
+  for (int64_t i = from; i < 70; ++i) {
+    std::fill_n(changed.k_new[i], head_dim, to_storage<T>(later));
+    std::fill_n(changed.v_new[i], head_dim, to_storage<T>(later));
+  }
+  one_value.v_new[from][3] = to_storage<T>(later);
   for (const InstructionSet& set : instruction_sets()) {
-    CAPTURE(name_of(set), later, group_size);
-    Tiles<float> before(problem, chunk_kernels_of<float>(set), GqaReduce::kSum, true);
-    Problem<float> changed = problem;
-    std::fill_n(changed.k_new[8], 17, later);
-    std::fill_n(changed.v_new[8], 17, later);
-    Tiles<float> after(changed, chunk_kernels_of<float>(set), GqaReduce::kSum, true);
-    int different = 0;
+    CAPTURE(name_of(set), later, group_size, head_dim, from);
+    const auto tiles = [&set](const Problem<T>& of) {
+      return Tiles<T>(of, chunk_kernels_of<T>(set), GqaReduce::kSum, true);
+    };
+    const Tiles<T> before = tiles(problem), after = tiles(changed), other = tiles(one_value);
+    int different = 0, reached = 0;
+    double error = 0.0;
     for (int64_t h = 0; h < group_size; ++h) {
-      for (size_t i = 0; i < 8; ++i) {
-        const int64_t row = h * before.width(problem) + before.columns[i];
-        different += before.output.row(row) != after.output.row(row);
+      for (int64_t i = 0; i < 70; ++i) {
+        const int64_t row = h * before.width(problem) + before.columns[static_cast<size_t>(i)];
+        const reference::Row old = before.output.row(row), now = other.output.row(row);
+        if (i < from) {
+          different += old != after.output.row(row);
+          different += old != now;
+        } else {
+          // Of a value that it does see, a token gets that dimension alone.
+          reached += !(std::abs(now[3]) < 1e4);
+          for (size_t d = 0; d < now.size(); ++d) {
+            if (d != 3) error = std::max(error, error_of(now[d], old[d]));
+          }
+        }
       }
     }
     CHECK(different == 0);
+    CHECK(reached == group_size * (70 - from));
+    CHECK(error < 4 * kRounding<T> + kArithmetic<T>);
+  }
+}
+
+TEMPLATE_TEST_CASE("a query that is no number spoils its own output and the keys it sees",
+                   "[attend_tile][cpu]", float, double, at::Half, at::BFloat16) {
+  using T = TestType;
+  const int64_t group_size = GENERATE(1, 3), spoilt = GENERATE(0, 20, 69);
+  const GqaReduce reduce = GENERATE(GqaReduce::kSum, GqaReduce::kMax);
+  const double no_number = GENERATE(std::nan(""), -std::numeric_limits<double>::infinity());
+  const Problem<T> problem(group_size, 16, 10, 70, false);
+  Problem<T> changed = problem;
+  std::fill_n(changed.query[(group_size - 1) * 70 + spoilt], 16, to_storage<T>(no_number));
+  for (const InstructionSet& set : instruction_sets()) {
+    CAPTURE(name_of(set), group_size, spoilt, reduce == GqaReduce::kMax, no_number);
+    const Tiles<T> before(problem, chunk_kernels_of<T>(set), reduce, true);
+    const Tiles<T> after(changed, chunk_kernels_of<T>(set), reduce, true);
+    int wrong = 0;
+    for (int64_t h = 0; h < group_size; ++h) {
+      for (int64_t i = 0; i < 70; ++i) {
+        const int64_t row = h * before.width(problem) + before.columns[static_cast<size_t>(i)];
+        const reference::Row now = after.output.row(row);
+        if (h == group_size - 1 && i == spoilt) {
+          for (const double value : now) wrong += !std::isnan(value);
+        } else {
+          wrong += now != before.output.row(row);
+        }
+      }
+    }
+    CHECK(wrong == 0);
+    for (size_t key = 0; key < after.column_sums.size(); ++key) {
+      const bool is_seen = key <= after.slots.size() + static_cast<size_t>(spoilt);
+      wrong += std::isnan(after.column_sums[key]) != is_seen;
+    }
+    CHECK(wrong == 0);
   }
 }

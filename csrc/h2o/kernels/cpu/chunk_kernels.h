@@ -25,7 +25,7 @@ struct QueryTile {
   const int32_t* columns;            // [chunk's tokens] column of each
   const int32_t* new_positions;      // [chunk's tokens]
   LogitTerms<A> terms;
-  A* scratch;  // tile_scratch_size() elements
+  A* scratch;  // tile_scratch_size() elements, best aligned to 64 bytes
   // Results.
   A* column_sums;  // [num_cached + chunk's tokens], grows: the mass that the tile's queries give
                    // each
@@ -36,6 +36,7 @@ struct QueryTile {
 constexpr int64_t tokens_per_tile(int64_t group_size) {
   return group_size >= 64 ? 1 : 64 / group_size;
 }
+inline constexpr int64_t kKeysPerTileBlock = 48;  // that a tile takes at a time
 // Elements of scratch for tiles over `num_keys` cached and new tokens together.
 int64_t tile_scratch_size(int64_t group_size, int64_t head_dim, int64_t num_keys);
 

@@ -7,196 +7,435 @@
 namespace h2o::cpu {
 namespace {
 
-constexpr int64_t kKeysPerBlock = 64;  // keys turned into a matrix at a time
+// The queries of a tile are the lanes: a key's logits, one per query, lie side by side. So K and V
+// are read as they are stored, a number at a time against vectors of queries; nothing is transposed
+// but the tile itself, and maxima and sums over the keys need no reduction across lanes.
 
-// A row, head_dim elements to `to`, filled up with zeros to a whole pair.
-template <typename T>
-void widen_row(const T* from, int64_t head_dim, Accumulator<T>* to) {
-  using A = Accumulator<T>;
-  for_each_pair(from, head_dim, [to](const Pair<A>& pair, int64_t d) {
-    const Pair<A> numbers = in_order<T>(pair);
-    store(to + d, numbers.first);
-    store(to + d + kLanes<A>, numbers.second);
-  });
+// Of a product's result, what stays in registers: rows (keys or dimensions) times vectors of
+// queries. Compilers keep ATen's plain arrays in registers for a single row alone.
+#if defined(CPU_CAPABILITY_AVX512) || defined(__aarch64__)
+constexpr int kMostRows = 6, kMostVectors = 4;
+#elif defined(CPU_CAPABILITY_AVX2)
+constexpr int kMostRows = 6, kMostVectors = 2;
+#else
+constexpr int kMostRows = 1, kMostVectors = 4;
+#endif
+
+// Calls body(first, n) for parts of `count`: n, a constant, is kMost as often as that fits, then
+// what is left.
+template <int kMost, typename Body>
+inline void in_parts(int64_t count, const Body& body) {
+  int64_t first = 0;
+  for (; first + kMost <= count; first += kMost) body(first, std::integral_constant<int, kMost>{});
+  if constexpr (kMost > 1) {
+    if (first < count) {
+      in_parts<kMost - 1>(count - first, [&](int64_t next, auto n) { body(first + next, n); });
+    }
+  }
 }
 
-// c[rows, columns] (+)= a[rows, depth] b[depth, columns], row-major; columns a multiple of kLanes.
-template <typename A, int kRows, int kVectors, bool kAdd>
-void multiply_block(const A* a, int64_t a_stride, const A* b, int64_t b_stride, A* c,
-                    int64_t c_stride, int64_t depth) {
-  Vector<A> sums[kRows][kVectors];
-  for (int i = 0; i < kRows; ++i) {
+// What one step of q . k takes of a key: a number,
+template <typename A>
+struct Number {
+  using Stored = A;
+  static constexpr int64_t kCount = 1;
+  static Vector<A> spread(const A* from) { return Vector<A>(*from); }
+  static Vector<A> add(const Vector<A>& key, const Vector<A>& query, const Vector<A>& sum) {
+    return at::vec::fmadd(query, key, sum);
+  }
+};
+#if defined(__AVX512BF16__)
+// or two neighbours, whose products are added to a float32 sum. Subnormal numbers count as zero.
+struct BFloat16Pair {
+  using Stored = at::BFloat16;
+  static constexpr int64_t kCount = 2;
+  static Vector<float> spread(const at::BFloat16* from) {
+    int32_t pair;
+    __builtin_memcpy(&pair, from, sizeof(pair));
+    return _mm512_castsi512_ps(_mm512_set1_epi32(pair));
+  }
+  static Vector<float> add(const Vector<float>& key, const Vector<float>& query,
+                           const Vector<float>& sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)(__m512)query, (__m512bh)(__m512)key);
+  }
+};
+#endif
+
+// logits[key, lane] = scale * sum over d of keys[key][d] * query[d, lane]
+template <typename Step, int kKeys, int kVectors, typename A>
+[[gnu::flatten]] void multiply_keys(const typename Step::Stored* const* keys, int64_t head_dim,
+                                    const A* query, int64_t width, A scale, A* logits) {
+  Vector<A> sums[kKeys][kVectors];
+  const typename Step::Stored* rows[kKeys];
+  H2O_UNROLL
+  for (int i = 0; i < kKeys; ++i) {
+    rows[i] = keys[i];
+    H2O_UNROLL
+    for (int j = 0; j < kVectors; ++j) sums[i][j] = Vector<A>(0);
+  }
+  for (int64_t d = 0; d < head_dim; d += Step::kCount, query += width) {
+    H2O_UNROLL
+    for (int i = 0; i < kKeys; ++i) {
+      const Vector<A> key = Step::spread(rows[i] + d);
+      H2O_UNROLL
+      for (int j = 0; j < kVectors; ++j) {
+        sums[i][j] = Step::add(key, load(query + j * kLanes<A>), sums[i][j]);
+      }
+    }
+  }
+  H2O_UNROLL
+  for (int i = 0; i < kKeys; ++i) {
+    H2O_UNROLL
     for (int j = 0; j < kVectors; ++j) {
-      if constexpr (kAdd) {
-        sums[i][j] = load(c + i * c_stride + j * kLanes<A>);
-      } else {
-        sums[i][j] = Vector<A>(0);
+      store(logits + i * width + j * kLanes<A>, sums[i][j] * Vector<A>(scale));
+    }
+  }
+}
+
+// output[i, lane] += sum over keys of values[key][d + i] * weights[key, lane], i < kDims
+template <int kDims, int kVectors, typename A>
+[[gnu::flatten]] void multiply_values(const A* const* values, int64_t d, int64_t count,
+                                      const A* weights, int64_t width, A* output) {
+  Vector<A> sums[kDims][kVectors];
+  H2O_UNROLL
+  for (int i = 0; i < kDims; ++i) {
+    H2O_UNROLL
+    for (int j = 0; j < kVectors; ++j) sums[i][j] = Vector<A>(0);
+  }
+  for (int64_t key = 0; key < count; ++key, weights += width) {
+    const A* const row = values[key] + d;
+    H2O_UNROLL
+    for (int i = 0; i < kDims; ++i) {
+      const Vector<A> value(row[i]);
+      H2O_UNROLL
+      for (int j = 0; j < kVectors; ++j) {
+        sums[i][j] = at::vec::fmadd(load(weights + j * kLanes<A>), value, sums[i][j]);
       }
     }
   }
-  for (int64_t k = 0; k < depth; ++k) {
-    Vector<A> right[kVectors];
-    for (int j = 0; j < kVectors; ++j) right[j] = load(b + k * b_stride + j * kLanes<A>);
-    for (int i = 0; i < kRows; ++i) {
-      const Vector<A> left(a[i * a_stride + k]);
-      for (int j = 0; j < kVectors; ++j) sums[i][j] = at::vec::fmadd(right[j], left, sums[i][j]);
+  H2O_UNROLL
+  for (int i = 0; i < kDims; ++i) {
+    H2O_UNROLL
+    for (int j = 0; j < kVectors; ++j) {
+      A* const to = output + i * width + j * kLanes<A>;
+      store(to, load(to) + sums[i][j]);
     }
   }
-  for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < kVectors; ++j) store<A>(c + i * c_stride + j * kLanes<A>, sums[i][j]);
-  }
 }
 
-template <typename A, int kVectors, bool kAdd>
-void multiply_rows(const A* a, int64_t a_stride, const A* b, int64_t b_stride, A* c,
-                   int64_t c_stride, int64_t rows, int64_t depth) {
-  constexpr int kRows = 6;
-  int64_t i = 0;
-  for (; i + kRows <= rows; i += kRows) {
-    multiply_block<A, kRows, kVectors, kAdd>(a + i * a_stride, a_stride, b, b_stride,
-                                             c + i * c_stride, c_stride, depth);
-  }
-  for (; i < rows; ++i) {
-    multiply_block<A, 1, kVectors, kAdd>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride,
-                                         c_stride, depth);
-  }
-}
-
-template <typename A, bool kAdd>
-void multiply(const A* a, int64_t a_stride, const A* b, int64_t b_stride, A* c, int64_t c_stride,
-              int64_t rows, int64_t columns, int64_t depth) {
-  constexpr int kVectors = kManyRegisters ? 4 : 2;
-  int64_t j = 0;
-  for (; j + kVectors * kLanes<A> <= columns; j += kVectors * kLanes<A>) {
-    multiply_rows<A, kVectors, kAdd>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth);
-  }
-  for (; j < columns; j += kLanes<A>) {
-    multiply_rows<A, 1, kAdd>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth);
-  }
-}
-
-template <typename T, typename Reduce>
-void attend_tile_with(const QueryTile<T>& tile) {
+// The keys are taken in blocks, for which the whole tile's logits stay in the first-level cache.
+template <typename T>
+class TileAttention {
+ public:
   using A = Accumulator<T>;
-  const int64_t group_size = tile.group_size, head_dim = tile.head_dim;
-  const int64_t padded = round_up(head_dim, kPairLanes<A>);
-  const int64_t rows = group_size * tile.count;  // head-major: head * count + token
-  const int64_t num_keys =
-      tile.num_cached + tile.first + tile.count;  // that the tile's last token sees
-  const int64_t weights_stride = round_up(num_keys, kKeysPerBlock);
-  A* const query = tile.scratch;                  // [rows, padded]
-  A* const output = query + rows * padded;        // [rows, padded]
-  A* const block = output + rows * padded;        // keys [padded, 64] or values [64, padded]
-  A* const row = block + padded * kKeysPerBlock;  // [padded]
-  A* const weights = row + padded;                // [rows, weights_stride]
-  const auto source = [&](const VectorRows<const T>& cached, const VectorRows<const T>& fresh,
-                          int64_t key) {
-    return key < tile.num_cached ? cached[tile.slots[key]]
-                                 : fresh[tile.columns[key - tile.num_cached]];
-  };
 
-  for (int64_t h = 0; h < group_size; ++h) {
-    for (int64_t i = 0; i < tile.count; ++i) {
-      widen_row(tile.query[tile.columns[tile.first + i]] + h * tile.query_head_stride, head_dim,
-                query + (h * tile.count + i) * padded);
+  explicit TileAttention(const QueryTile<T>& tile)
+      : tile_(tile),
+        head_dim_(tile.head_dim),
+        rows_(tile.group_size * tile.count),
+        width_(round_up(rows_, kLanes<A>)),
+        num_keys_(tile.num_cached + tile.first + tile.count),
+        seen_by_all_(tile.num_cached + tile.first + 1),
+        padded_(round_up(head_dim_, kPairLanes<A>)),
+        query_(tile.scratch),
+        output_(query_ + head_dim_ * width_),
+        maximum_(output_ + head_dim_ * width_),
+        sum_(maximum_ + width_),
+        slope_(sum_ + width_),
+        position_(slope_ + width_),
+        block_(position_ + width_),
+        zeros_(block_ + kKeysPerTileBlock * padded_),
+        weights_(zeros_ + padded_) {}
+
+  template <typename Reduce>
+  void run() {
+    const bool with_output = tile_.output.data != nullptr;
+    spread_queries();
+    for_each_block([this](int64_t key, int64_t count) {
+      multiply_by_keys(key, count);
+      if (tile_.terms.alibi_slopes != nullptr) add_alibi(key, count);
+      hide(key, count);
+      update_maximum(key, count);
+    });
+    if (with_output) fill(output_, head_dim_ * width_, 0);
+    for_each_block([this, with_output](int64_t key, int64_t count) {
+      exponentiate(key, count);
+      if (with_output) multiply_by_values(key, count);
+    });
+    for (int64_t lane = 0; lane < width_; ++lane) sum_[lane] = lane < rows_ ? 1 / sum_[lane] : 0;
+    add_column_sums<Reduce>();
+    if (with_output) write_output();
+  }
+
+ private:
+  static void fill(A* to, int64_t count, A value) {
+    for (int64_t i = 0; i < count; ++i) to[i] = value;
+  }
+  A* weights(int64_t key) const { return weights_ + key * width_; }
+  // The first of the tile's tokens that sees a key.
+  int64_t first_to_see(int64_t key) const {
+    return key < seen_by_all_ ? 0 : key - seen_by_all_ + 1;
+  }
+
+  // Blocks of keys that every query sees, then of the last tokens, which some queries do not see.
+  template <typename Body>
+  void for_each_block(const Body& body) const {
+    for (int64_t key = 0; key < num_keys_;) {
+      const int64_t end = key < seen_by_all_ ? seen_by_all_ : num_keys_;
+      const int64_t count = end - key < kKeysPerTileBlock ? end - key : kKeysPerTileBlock;
+      body(key, count);
+      key += count;
     }
   }
-  for (int64_t key = 0; key < num_keys; key += kKeysPerBlock) {
-    const int64_t count = num_keys - key < kKeysPerBlock ? num_keys - key : kKeysPerBlock;
-    for (int64_t k = 0; k < kKeysPerBlock; ++k) {
-      if (k < count) {
-        widen_row(source(tile.k, tile.k_new, key + k), head_dim, row);
-        for (int64_t d = 0; d < head_dim; ++d) block[d * kKeysPerBlock + k] = row[d];
-      } else {
-        for (int64_t d = 0; d < head_dim; ++d) block[d * kKeysPerBlock + k] = 0;
-      }
-    }
-    multiply<A, false>(query, padded, block, kKeysPerBlock, weights + key, weights_stride, rows,
-                       kKeysPerBlock, head_dim);
+
+  const T* row_of(const VectorRows<const T>& cached, const VectorRows<const T>& fresh,
+                  int64_t key) const {
+    return key < tile_.num_cached ? cached[tile_.slots[key]]
+                                  : fresh[tile_.columns[key - tile_.num_cached]];
   }
-  for (int64_t h = 0; h < group_size; ++h) {
-    for (int64_t i = 0; i < tile.count; ++i) {
-      A* const weight = weights + (h * tile.count + i) * weights_stride;
-      const int64_t visible = tile.num_cached + tile.first + i + 1;
-      A maximum = kMinusInfinity<A>;
-      if (tile.terms.alibi_slopes != nullptr) {
-        const A slope = tile.terms.alibi_slopes[h];
-        const int64_t position = tile.new_positions[tile.first + i];
-        for (int64_t k = 0; k < visible; ++k) {
-          const int64_t key_position = k < tile.num_cached
-                                           ? tile.cached_positions[k]
-                                           : tile.new_positions[k - tile.num_cached];
-          weight[k] =
-              weight[k] * tile.terms.scale + slope * static_cast<A>(key_position - position);
-        }
-      } else {
-        for (int64_t k = 0; k < visible; ++k) weight[k] *= tile.terms.scale;
-      }
-      for (int64_t k = 0; k < visible; ++k) maximum = larger(maximum, weight[k]);
-      for (int64_t k = visible; k < weights_stride; ++k) weight[k] = kMinusInfinity<A>;
-      Vector<A> sums(0);
-      for (int64_t k = 0; k < weights_stride; k += kLanes<A>) {
-        const Vector<A> value = exponential(load(weight + k) - Vector<A>(maximum));
-        store<A>(weight + k, value);
-        sums = sums + value;
-      }
-      const A total = sum_lanes<A>(sums);
-      for (int64_t k = 0; k < visible; ++k) weight[k] /= total;
-      for (int64_t k = visible; k < weights_stride; ++k) weight[k] = 0;
-    }
+  // Filled up with zeros to a whole pair.
+  [[gnu::flatten]] void widen_row(const T* from, A* to) const {
+    for_each_pair(from, head_dim_, [to](const Pair<A>& pair, int64_t d) {
+      const Pair<A> numbers = in_order<T>(pair);
+      store(to + d, numbers.first);
+      store(to + d + kLanes<A>, numbers.second);
+    });
   }
-  for (int64_t i = 0; i < tile.count; ++i) {
-    const int64_t visible = tile.num_cached + tile.first + i + 1;
-    const A* const first_head = weights + i * weights_stride;
-    for (int64_t k = 0; k < visible; ++k) {
-      A mass = first_head[k];
-      for (int64_t h = 1; h < group_size; ++h) {
-        mass = Reduce::combine(mass, first_head[h * tile.count * weights_stride + k]);
-      }
-      tile.column_sums[k] += mass;
-    }
-  }
-  if (tile.output.data == nullptr) return;
-  for (int64_t i = 0; i < rows * padded; ++i) output[i] = 0;
-  // The keys that every query sees go in blocks; of the others a query must not even see a NaN
-  // times 0.
-  const int64_t seen_by_all = tile.num_cached + tile.first + 1;
-  for (int64_t key = 0; key < seen_by_all; key += kKeysPerBlock) {
-    const int64_t count = seen_by_all - key < kKeysPerBlock ? seen_by_all - key : kKeysPerBlock;
+  // The rows of `count` keys as numbers: where they are, or widened into block_.
+  void read_rows(const VectorRows<const T>& cached, const VectorRows<const T>& fresh, int64_t key,
+                 int64_t count, const A** rows) const {
     for (int64_t k = 0; k < count; ++k) {
-      widen_row(source(tile.v, tile.v_new, key + k), head_dim, block + k * padded);
+      const T* const from = row_of(cached, fresh, key + k);
+      if constexpr (kIsStoredWide<T>) {
+        rows[k] = from;
+      } else {
+        rows[k] = block_ + k * padded_;
+        widen_row(from, block_ + k * padded_);
+      }
     }
-    multiply<A, true>(weights + key, weights_stride, block, padded, output, padded, rows, padded,
-                      count);
   }
-  for (int64_t key = seen_by_all; key < num_keys; ++key) {
-    widen_row(source(tile.v, tile.v_new, key), head_dim, row);
-    for (int64_t h = 0; h < group_size; ++h) {
-      for (int64_t i = key - seen_by_all + 1; i < tile.count; ++i) {
-        const A weight = weights[(h * tile.count + i) * weights_stride + key];
-        A* const to = output + (h * tile.count + i) * padded;
-        for (int64_t d = 0; d < padded; d += kLanes<A>) {
-          store<A>(to + d, at::vec::fmadd(load(row + d), Vector<A>(weight), load(to + d)));
+
+  bool takes_pairs() const {
+#if defined(__AVX512BF16__)
+    return std::is_same_v<T, at::BFloat16> && head_dim_ % 2 == 0;
+#else
+    return false;
+#endif
+  }
+
+  // Lane h * count + i is head h of the tile's token i. Those after the last one repeat it: no NaN
+  // joins a sum in which there is none.
+  void spread_queries() const {
+    for (int64_t lane = 0; lane < width_; ++lane) {
+      const int64_t row = lane < rows_ ? lane : rows_ - 1;
+      const int64_t head = row / tile_.count, token = tile_.first + row % tile_.count;
+      const T* const from = tile_.query[tile_.columns[token]] + head * tile_.query_head_stride;
+      if (takes_pairs()) {
+        for (int64_t i = 0; i < head_dim_ / 2; ++i) {
+          __builtin_memcpy(query_ + i * width_ + lane, from + 2 * i, sizeof(A));
+        }
+      } else {
+        widen_row(from, block_);
+        for (int64_t d = 0; d < head_dim_; ++d) query_[d * width_ + lane] = block_[d];
+      }
+      maximum_[lane] = kMinusInfinity<A>;
+      sum_[lane] = 0;
+      if (tile_.terms.alibi_slopes != nullptr) {
+        slope_[lane] = tile_.terms.alibi_slopes[head];
+        position_[lane] = from_first_token(tile_.new_positions[token]);
+      }
+    }
+  }
+  A from_first_token(int32_t position) const {
+    return static_cast<A>(int64_t{position} - tile_.new_positions[0]);
+  }
+
+  void multiply_by_keys(int64_t key, int64_t count) const {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, at::BFloat16>) {
+      if (takes_pairs()) {
+        const T* rows[kKeysPerTileBlock];
+        for (int64_t k = 0; k < count; ++k) rows[k] = row_of(tile_.k, tile_.k_new, key + k);
+        multiply_by_rows<BFloat16Pair>(rows, key, count);
+        return;
+      }
+    }
+#endif
+    const A* rows[kKeysPerTileBlock];
+    read_rows(tile_.k, tile_.k_new, key, count, rows);
+    multiply_by_rows<Number<A>>(rows, key, count);
+  }
+  template <typename Step>
+  void multiply_by_rows(const typename Step::Stored* const* rows, int64_t key,
+                        int64_t count) const {
+    in_parts<kMostVectors>(width_ / kLanes<A>, [&](int64_t vector, auto vectors) {
+      const int64_t lane = vector * kLanes<A>;
+      in_parts<kMostRows>(count, [&](int64_t k, auto keys) {
+        multiply_keys<Step, keys(), vectors()>(rows + k, head_dim_, query_ + lane, width_,
+                                               tile_.terms.scale, weights(key + k) + lane);
+      });
+    });
+  }
+
+  void add_alibi(int64_t key, int64_t count) const {
+    for (int64_t k = key; k < key + count; ++k) {
+      const Vector<A> position(from_first_token(k < tile_.num_cached
+                                                    ? tile_.cached_positions[k]
+                                                    : tile_.new_positions[k - tile_.num_cached]));
+      for (int64_t lane = 0; lane < width_; lane += kLanes<A>) {
+        A* const logit = weights(k) + lane;
+        const Vector<A> distance = position - load(position_ + lane);
+        store(logit, at::vec::fmadd(load(slope_ + lane), distance, load(logit)));
+      }
+    }
+  }
+
+  // Queries before a key do not see it.
+  void hide(int64_t key, int64_t count) const {
+    for (int64_t k = key; k < key + count; ++k) {
+      for (int64_t h = 0; h < tile_.group_size; ++h) {
+        fill(weights(k) + h * tile_.count, first_to_see(k), kMinusInfinity<A>);
+      }
+    }
+  }
+
+  void update_maximum(int64_t key, int64_t count) const {
+    for (int64_t lane = 0; lane < width_; lane += kLanes<A>) {
+      Vector<A> maximum = load(maximum_ + lane);
+      for (int64_t k = key; k < key + count; ++k) {
+        maximum = at::vec::clamp_min(maximum, load(weights(k) + lane));
+      }
+      store(maximum_ + lane, maximum);
+    }
+  }
+
+  void exponentiate(int64_t key, int64_t count) const {
+    for (int64_t lane = 0; lane < width_; lane += kLanes<A>) {
+      const Vector<A> maximum = load(maximum_ + lane);
+      Vector<A> sum = load(sum_ + lane);
+      for (int64_t k = key; k < key + count; ++k) {
+        const Vector<A> weight = exponential(load(weights(k) + lane) - maximum);
+        store(weights(k) + lane, weight);
+        sum = sum + weight;
+      }
+      store(sum_ + lane, sum);
+    }
+  }
+
+  void multiply_by_values(int64_t key, int64_t count) const {
+    const A* rows[kKeysPerTileBlock];
+    read_rows(tile_.v, tile_.v_new, key, count, rows);
+    if (key >= seen_by_all_) {
+      // A query must not even see a later token's NaN times 0.
+      fill(zeros_, padded_, 0);
+      for (int64_t k = 0; k < count; ++k) {
+        if (is_finite(rows[k])) continue;
+        add_value(key + k, rows[k]);
+        rows[k] = zeros_;
+      }
+    }
+    in_parts<kMostVectors>(width_ / kLanes<A>, [&](int64_t vector, auto vectors) {
+      const int64_t lane = vector * kLanes<A>;
+      in_parts<kMostRows>(head_dim_, [&](int64_t d, auto dims) {
+        multiply_values<dims(), vectors()>(rows, d, count, weights(key) + lane, width_,
+                                           output_ + d * width_ + lane);
+      });
+    });
+  }
+  bool is_finite(const A* row) const {
+    Vector<A> none(0);
+    for_each_pair(row, head_dim_, [&none](const Pair<A>& pair, int64_t) {
+      none = at::vec::fmadd(pair.first, Vector<A>(0), none);
+      none = at::vec::fmadd(pair.second, Vector<A>(0), none);
+    });
+    return sum_lanes<A>(none) == 0;
+  }
+  // For the queries that see the key alone.
+  void add_value(int64_t key, const A* value) const {
+    for (int64_t h = 0; h < tile_.group_size; ++h) {
+      for (int64_t i = first_to_see(key); i < tile_.count; ++i) {
+        const int64_t lane = h * tile_.count + i;
+        for (int64_t d = 0; d < head_dim_; ++d) {
+          output_[d * width_ + lane] += value[d] * weights(key)[lane];
         }
       }
     }
   }
-  for (int64_t h = 0; h < group_size; ++h) {
-    for (int64_t i = 0; i < tile.count; ++i) {
-      T* const to = tile.output[tile.columns[tile.first + i]] + h * tile.output_head_stride;
-      const A* const from = output + (h * tile.count + i) * padded;
-      for (int64_t d = 0; d < head_dim; d += kPairLanes<A>) {
-        store_first<T>(to + d, {load(from + d), load(from + d + kLanes<A>)},
-                       head_dim - d < kPairLanes<A> ? head_dim - d : kPairLanes<A>);
+
+  // sum_ holds what makes a weight a softmax weight.
+  template <typename Reduce>
+  void add_column_sums() const {
+    int64_t key = 0;
+    if constexpr (std::is_same_v<Reduce, SumReduce>) {
+      constexpr int kAtOnce = 8;
+      for (; key + kAtOnce <= seen_by_all_; key += kAtOnce) {
+        Vector<A> masses[kAtOnce];
+        for (int k = 0; k < kAtOnce; ++k) masses[k] = Vector<A>(0);
+        for (int64_t lane = 0; lane < width_; lane += kLanes<A>) {
+          const Vector<A> factor = load(sum_ + lane);
+          for (int k = 0; k < kAtOnce; ++k) {
+            masses[k] = at::vec::fmadd(load(weights(key + k) + lane), factor, masses[k]);
+          }
+        }
+        A sums[kAtOnce];
+        sum_lanes_of_each<A, kAtOnce>(masses, sums);
+        for (int k = 0; k < kAtOnce; ++k) tile_.column_sums[key + k] += sums[k];
+      }
+    }
+    // One key at a time, of the queries that see it.
+    for (; key < num_keys_; ++key) {
+      Vector<A> mass(0);
+      for (int64_t i = first_to_see(key); i < tile_.count; i += kLanes<A>) {
+        const int64_t count = tile_.count - i < kLanes<A> ? tile_.count - i : kLanes<A>;
+        const auto softmax_weight = [&](int64_t head) {
+          const int64_t lane = head * tile_.count + i;
+          return Vector<A>::loadu(weights(key) + lane, count) *
+                 Vector<A>::loadu(sum_ + lane, count);
+        };
+        Vector<A> of_tokens = softmax_weight(0);
+        for (int64_t h = 1; h < tile_.group_size; ++h) {
+          of_tokens = combine<Reduce>(of_tokens, softmax_weight(h));
+        }
+        mass = mass + of_tokens;
+      }
+      tile_.column_sums[key] += sum_lanes<A>(mass);
+    }
+  }
+
+  void write_output() const {
+    for (int64_t lane = 0; lane < rows_; ++lane) {
+      for (int64_t d = 0; d < head_dim_; ++d) block_[d] = output_[d * width_ + lane] * sum_[lane];
+      T* const to = tile_.output[tile_.columns[tile_.first + lane % tile_.count]] +
+                    lane / tile_.count * tile_.output_head_stride;
+      for (int64_t d = 0; d < head_dim_; d += kPairLanes<A>) {
+        store_first<T>(to + d, {load(block_ + d), load(block_ + d + kLanes<A>)},
+                       head_dim_ - d < kPairLanes<A> ? head_dim_ - d : kPairLanes<A>);
       }
     }
   }
-}
+
+  const QueryTile<T>& tile_;
+  const int64_t head_dim_;
+  const int64_t rows_, width_;  // lanes: of queries, and with those that fill up the last vector
+  const int64_t num_keys_;      // that the tile's last token sees
+  const int64_t seen_by_all_;   // of them, those that its first token sees
+  const int64_t padded_;        // head_dim in whole pairs
+  A* const query_;              // [head_dim, width], or half as many rows of pairs
+  A* const output_;             // [head_dim, width]
+  A* const maximum_;            // [width] of the logits
+  A* const sum_;                // [width] of the weights
+  A* const slope_;              // [width], with ALiBi
+  A* const position_;           // [width], with ALiBi
+  A* const block_;              // [kKeysPerTileBlock, padded]
+  A* const zeros_;              // [padded]
+  A* const weights_;            // [num_keys, width]: logits, then weights before normalisation
+};
 
 template <typename T>
 void attend_tile(const QueryTile<T>& tile) {
-  tile.gqa_reduce == GqaReduce::kSum ? attend_tile_with<T, SumReduce>(tile)
-                                     : attend_tile_with<T, MaxReduce>(tile);
+  TileAttention<T> attention(tile);
+  tile.gqa_reduce == GqaReduce::kSum ? attention.template run<SumReduce>()
+                                     : attention.template run<MaxReduce>();
 }
 
 template <typename T>

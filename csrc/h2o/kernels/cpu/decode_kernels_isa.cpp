@@ -368,18 +368,6 @@ void attend_range(const SlotRange<T>& range) {
 
 // ---- The ranges and the new token together
 
-// The weights of the group's heads for one slot, or for a vector of slots, become one number.
-template <typename Reduce, typename V>
-inline V combine(const V& a, const V& b) {
-  if constexpr (std::is_arithmetic_v<V>) {
-    return Reduce::combine(a, b);
-  } else if constexpr (std::is_same_v<Reduce, SumReduce>) {
-    return a + b;
-  } else {
-    return at::vec::maximum(a, b);  // NaN if one of them is
-  }
-}
-
 // factors[range, head], which turn a range's weights into softmax weights, and behind them
 // new_weights[head], the new token's own.
 template <typename T>

@@ -44,10 +44,10 @@ H2O_INSTANTIATE(at::BFloat16)
 #undef H2O_INSTANTIATE
 
 int64_t tile_scratch_size(int64_t group_size, int64_t head_dim, int64_t num_keys) {
-  // Rounded up for the widest vectors (16 lanes) and blocks of 64 keys; see attend_tile.
-  const int64_t rows = group_size * tokens_per_tile(group_size);
+  // As TileAttention lays it out, for vectors of up to 16 lanes.
+  const int64_t width = (group_size * tokens_per_tile(group_size) + 15) / 16 * 16;
   const int64_t padded = (head_dim + 31) / 32 * 32;
-  return rows * padded * 2 + padded * 64 + padded + rows * ((num_keys + 63) / 64 * 64);
+  return width * (2 * head_dim + 4 + num_keys) + padded * (kKeysPerTileBlock + 1);
 }
 
 }  // namespace h2o::cpu

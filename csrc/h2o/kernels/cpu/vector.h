@@ -7,6 +7,8 @@
 #include <limits>
 #include <type_traits>
 
+#include "h2o/kernels/gqa_reduce.h"
+
 // What the CPU kernels need beside ATen's vectors (at::vec, headers alone: AVX-512, AVX2, NEON or
 // plain arrays, as CPU_CAPABILITY says). For files that are compiled once per instruction set:
 // everything is in an unnamed namespace, so that they do not share one copy of a function.
@@ -160,29 +162,29 @@ inline A sum_lanes(const Vector<A>& value) {
   return sum;
 }
 
-// e^x for x <= 0 (what a softmax needs), within 2 units in the last place of float32; 0 below
-// -87.3, NaN for NaN. Cephes' range reduction and polynomial: Vectorized::exp_u20() is off by up to
-// 20 units and Vectorized::exp() is a call of Sleef's.
-inline Vector<float> exponential(const Vector<float>& x) {
+// e^x for x <= 0 (what a softmax needs), within 2 units in the last place of float32; 0 from -87
+// on, so never subnormal; NaN for NaN. Cephes' range reduction and polynomial:
+// Vectorized::exp_u20() is off by up to 20 units and Vectorized::exp() is a call of Sleef's.
+inline Vector<float> exponential(const Vector<float>& power) {
   using V = Vector<float>;
-  // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number.
-  const V magic(12582912.0f);
+  const V x = at::vec::clamp_min(power, V(-87.0f));
+  // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number. With 126 more the sum
+  // ends in the bits of 2^(whole - 1)'s exponent, which are those of 0 for -126, the least.
+  const V magic(12582912.0f + 126.0f);
   const V shifted = at::vec::fmadd(x, V(1.44269504088896341f), magic);
+  const V half = at::vec::cast<float>(at::vec::cast<int32_t>(shifted) << Vector<int32_t>(23));
   const V whole = shifted - magic;
   V r = at::vec::fmadd(whole, V(-0.693359375f), x);
   r = at::vec::fmadd(whole, V(2.12194440e-4f), r);
-  V y = at::vec::fmadd(V(1.9875691500e-4f), r, V(1.3981999507e-3f));
-  y = at::vec::fmadd(y, r, V(8.3334519073e-3f));
-  y = at::vec::fmadd(y, r, V(4.1665795894e-2f));
-  y = at::vec::fmadd(y, r, V(1.6666665459e-1f));
-  y = at::vec::fmadd(y, r, V(5.0000001201e-1f));
-  y = at::vec::fmadd(y, r * r, r) + V(1.0f);
-  // 2^whole: the whole number stands in the low bits of `shifted`, 127 is the exponent's bias. A
-  // product, so that a NaN stays one.
-  const Vector<int32_t> exponent(127 - 0x4b400000);
-  const V power =
-      at::vec::cast<float>((at::vec::cast<int32_t>(shifted) + exponent) << Vector<int32_t>(23));
-  return V::blendv(y * power, V(0.0f), x < V(-87.33654f));
+  // Twice e^r.
+  V y = at::vec::fmadd(V(2 * 1.9875691500e-4f), r, V(2 * 1.3981999507e-3f));
+  y = at::vec::fmadd(y, r, V(2 * 8.3334519073e-3f));
+  y = at::vec::fmadd(y, r, V(2 * 4.1665795894e-2f));
+  y = at::vec::fmadd(y, r, V(2 * 1.6666665459e-1f));
+  y = at::vec::fmadd(y, r, V(2 * 5.0000001201e-1f));
+  y = at::vec::fmadd(y, r, V(2.0f));
+  y = at::vec::fmadd(y, r, V(2.0f));
+  return y * half;  // a product, so that a NaN stays one
 }
 inline float exponential(float x) {
   float lanes[kLanes<float>];
@@ -195,6 +197,18 @@ inline Vector<double> exponential(const Vector<double>& x) {
   store(lanes, x);
   for (double& lane : lanes) lane = __builtin_exp(lane);
   return load(lanes);
+}
+
+// The weights of the group's heads for one slot, or for a vector of slots, become one number.
+template <typename Reduce, typename V>
+inline V combine(const V& a, const V& b) {
+  if constexpr (std::is_arithmetic_v<V>) {
+    return Reduce::combine(a, b);
+  } else if constexpr (std::is_same_v<Reduce, SumReduce>) {
+    return a + b;
+  } else {
+    return at::vec::maximum(a, b);  // NaN if one of them is
+  }
 }
 
 // ---- Rows of head_dim elements

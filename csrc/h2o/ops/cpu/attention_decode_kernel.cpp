@@ -12,6 +12,7 @@
 #include "h2o/ops/cpu/backend.h"
 #include "h2o/ops/cpu/chunk_attention.h"
 #include "h2o/ops/cpu/rows.h"
+#include "h2o/ops/cpu/share_out.h"
 #include "h2o/ops/cpu/workspace.h"
 #include "h2o/ops/registration.h"
 
@@ -106,19 +107,15 @@ class Decoder {
     for (int64_t item = 0; item < num_heads; ++item) {
       ranges_left_[static_cast<size_t>(item)].store(num_ranges, std::memory_order_relaxed);
     }
-    // Threads take the next ranges as they come to them: one that the machine slows down holds up
-    // nobody. 16 Ki elements of K and V are worth a second thread.
+    // 16 Ki elements of K and V are worth a second thread.
     const int64_t total = num_heads * num_ranges;
     const int64_t per_thread =
         std::max<int64_t>(1, (int64_t{1} << 14) / (2 * kSlotsPerRange * head_dim_));
     const int64_t num_threads =
         std::min<int64_t>(at::get_num_threads(), (total + per_thread - 1) / per_thread);
     const int64_t at_once = std::clamp<int64_t>(total / (8 * num_threads), 1, 8);
-    std::atomic<int64_t> next = 0;
-    at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
-      for (int64_t first = next.fetch_add(at_once); first < total;
-           first = next.fetch_add(at_once)) {
-        const int64_t last = std::min(total, first + at_once);
+    share_out(total, at_once, num_threads, [&] {
+      return [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
           const int64_t item = i / num_ranges, range = i % num_ranges;
           const int64_t row = rows[static_cast<size_t>(item / num_kv_heads_)];
@@ -129,7 +126,7 @@ class Decoder {
           step.attend(range, std::min(num_ranges, range + last - i));
           if (ranges_left_[static_cast<size_t>(item)].fetch_sub(1) == 1) step.finish();
         }
-      }
+      };
     });
   }
 

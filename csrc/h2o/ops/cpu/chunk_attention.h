@@ -1,13 +1,14 @@
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "h2o/kernels/cpu/chunk_kernels.h"
+#include "h2o/ops/cpu/share_out.h"
 
 // Several new tokens of each row attend causally, over the row's cache and themselves, and their
 // weights are summed by column: the shared heart of one-shot prefill, streaming chunks and
@@ -59,16 +60,18 @@ void attend_chunks(std::vector<HeadChunk<T>>& chunks, const Finish& finish) {
       ++end;
     }
     std::vector<A> sums(static_cast<size_t>(total), A{0});
-    const int64_t scratch_size =
-        tile_scratch_size(chunks[begin].tile.group_size, chunks[begin].tile.head_dim, most_keys);
-    at::parallel_for(0, static_cast<int64_t>(parts.size()), 1, [&](int64_t first, int64_t last) {
-      const std::unique_ptr<A[]> scratch(new A[static_cast<size_t>(scratch_size)]);
-      for (int64_t p = first; p < last; ++p) {
+    const size_t scratch_bytes =
+        sizeof(A) * static_cast<size_t>(tile_scratch_size(chunks[begin].tile.group_size,
+                                                          chunks[begin].tile.head_dim, most_keys));
+    const int64_t num_parts = static_cast<int64_t>(parts.size());
+    const int64_t num_threads = std::min<int64_t>(at::get_num_threads(), num_parts);
+    share_out(num_parts, 1, num_threads, [&] {
+      return [&, scratch = c10::GetCPUAllocator()->allocate(scratch_bytes)](int64_t p, int64_t) {
         const Part& part = parts[static_cast<size_t>(p)];
         const HeadChunk<T>& chunk = chunks[part.chunk];
         const int64_t per_tile = tokens_per_tile(chunk.tile.group_size);
         QueryTile<T> tile = chunk.tile;
-        tile.scratch = scratch.get();
+        tile.scratch = static_cast<A*>(scratch.get());
         tile.column_sums =
             sums.data() + offsets[part.chunk - begin] + part.group * chunk.num_keys();
         for (int64_t t = part.group; t < chunk.num_tiles(); t += kGroups) {
@@ -76,7 +79,7 @@ void attend_chunks(std::vector<HeadChunk<T>>& chunks, const Finish& finish) {
           tile.count = std::min(per_tile, chunk.num_tokens - tile.first);
           chunk_kernels<T>().attend_tile(tile);
         }
-      }
+      };
     });
     at::parallel_for(static_cast<int64_t>(begin), static_cast<int64_t>(end), 1,
                      [&](int64_t first, int64_t last) {

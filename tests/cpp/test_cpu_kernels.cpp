@@ -835,7 +835,10 @@ TEST_CASE("a scan in vectors finds what the scan slot by slot does", "[scan_slot
   for (int trial = 0; trial < 20000; ++trial) {
     const int64_t capacity = below(trial % 100 == 0 ? 3000 : 70);
     const int64_t distinct = 1 + below(12);  // values among the scores: ties, often
-    const int64_t empty = below(3) == 0 ? 1 + below(10) : 0, newest = below(90);
+    const int64_t empty = below(3) == 0 ? 1 + below(10) : 0;
+    // Now and then at the end of what a position can be.
+    const bool is_last = trial % 13 == 0;
+    const int64_t newest = is_last ? INT32_MAX : below(90);
     std::vector<float> scores;
     std::vector<int32_t> positions;
     for (int64_t slot = 0; slot < capacity; ++slot) {
@@ -843,11 +846,12 @@ TEST_CASE("a scan in vectors finds what the scan slot by slot does", "[scan_slot
       scores.push_back(distinct > 11 ? static_cast<float>(random()) * 1e-9f
                                      : few[static_cast<size_t>(below(distinct))]);
       // Positions may repeat and lie ahead of the newest: whatever a caller's tensor holds.
-      positions.push_back(is_empty ? -1 - static_cast<int32_t>(below(2)) * 7
-                                   : static_cast<int32_t>(below(trial % 7 == 0 ? 5 : 100)));
+      positions.push_back(is_empty  ? -1 - static_cast<int32_t>(below(2)) * 7
+                          : is_last ? INT32_MAX - static_cast<int32_t>(below(3))
+                                    : static_cast<int32_t>(below(trial % 7 == 0 ? 5 : 100)));
     }
     const h2o::Budget budget = {
-        .num_sink = below(5), .num_heavy = below(10), .num_recent = below(100)};
+        .num_sink = below(5), .num_heavy = below(10), .num_recent = below(2) * below(100)};
     const auto expected = h2o::cpu::scan_slots<float>(scores.data(), 1, positions.data(), 1,
                                                       capacity, newest, budget);
     const auto actual =

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from h2o_kv import trace
+from h2o_kv import ops, reference, trace
 from op_helpers import (
     CACHE_LAYOUTS,
     DTYPES,
@@ -906,3 +906,54 @@ def test_a_stream_of_20000_steps() -> None:
     assert_bitwise(state[:2], saved[:2])
     assert_close(output, true_output, 2e-6)
     torch.testing.assert_close(state.scores, saved.scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-60])
+@pytest.mark.parametrize("capacity", [5, 127, 129])
+def test_a_scale_of_zero_or_less_is_a_number_like_any_other(scale: float, capacity: int) -> None:
+    torch.manual_seed(capacity)
+    query, new = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 1, 8)
+    state = (
+        torch.randn(1, 2, capacity, 8),
+        torch.randn(1, 2, capacity, 8),
+        torch.rand(1, 2, capacity),
+        torch.arange(capacity, dtype=torch.int32).expand(1, 2, -1).contiguous(),
+    )
+    exact = [t.double() if t.is_floating_point() else t.clone() for t in state]
+    position, counts = torch.tensor([[capacity]]), (0, capacity - 1, 1)
+    output, left = ops.attention_decode(query, *state, new, new, position, *counts, scale=scale)
+    expected, expected_left = reference.attention_decode(
+        query.double(), *exact, new.double(), new.double(), position, *counts, scale=scale
+    )
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(state[2].double(), exact[2], atol=1e-5, rtol=0)
+    assert torch.equal(left, expected_left)
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+@pytest.mark.parametrize("group_size", [1, 4, 5, 8, 9])
+def test_equal_tokens_have_equal_scores_wherever_they_lie(group_size: int, chunk: int) -> None:
+    capacity, num_others = 21, 4
+    for seed in range(60):
+        torch.manual_seed(seed)
+        keys = torch.randn(1, 1, 1, 16).expand(1, 1, capacity, 16).clone()
+        keys[:, :, 8 : 8 + num_others] = torch.randn(num_others, 16)
+        others = range(capacity - 8 - num_others, capacity - 8)  # their positions
+        values, scores = torch.randn(1, 1, capacity, 16), torch.full((1, 1, capacity), 0.3)
+        positions = torch.arange(capacity - 1, -1, -1, dtype=torch.int32)[None, None]
+        query, new = torch.randn(1, group_size, chunk, 16), torch.randn(1, 1, chunk, 16)
+        at = torch.arange(capacity, capacity + chunk)[None]
+        found = []
+        for stride in (1, 3):
+            strided = scores.repeat_interleave(stride, -1)[..., ::stride]
+            state = (keys.clone(), values.clone(), strided, positions.clone())
+            counts = (0, capacity - chunk, chunk)
+            _, left = ops.attention_decode(query, *state, new, new, at, *counts, chunk=chunk)
+            equal = [position for position in range(capacity) if position not in others]
+            # Of equal tokens the oldest ones leave.
+            gone = [position for position in left[0, 0].tolist() if position not in others]
+            assert gone == equal[: len(gone)]
+            alike = torch.isin(state[3][0, 0], torch.tensor(equal))
+            assert len(state[2][0, 0, alike].unique()) == 1
+            found.append(state[2].clone())
+        assert torch.equal(*found)

@@ -362,25 +362,29 @@ class TileAttention {
     }
   }
 
+  // The sums of some keys that every query sees; a key's own does not depend on how many.
+  template <int kKeys>
+  void add_sums_of(int64_t key) const {
+    Vector<A> masses[kKeys];
+    for (int k = 0; k < kKeys; ++k) masses[k] = Vector<A>(0);
+    for (int64_t lane = 0; lane < width_; lane += kLanes<A>) {
+      const Vector<A> factor = load(sum_ + lane);
+      for (int k = 0; k < kKeys; ++k) {
+        masses[k] = at::vec::fmadd(load(weights(key + k) + lane), factor, masses[k]);
+      }
+    }
+    A sums[kKeys];
+    sum_lanes_of_each<A, kKeys>(masses, sums);
+    for (int k = 0; k < kKeys; ++k) tile_.column_sums[key + k] += sums[k];
+  }
+
   // sum_ holds what makes a weight a softmax weight.
   template <typename Reduce>
   void add_column_sums() const {
     int64_t key = 0;
     if constexpr (std::is_same_v<Reduce, SumReduce>) {
-      constexpr int kAtOnce = 8;
-      for (; key + kAtOnce <= seen_by_all_; key += kAtOnce) {
-        Vector<A> masses[kAtOnce];
-        for (int k = 0; k < kAtOnce; ++k) masses[k] = Vector<A>(0);
-        for (int64_t lane = 0; lane < width_; lane += kLanes<A>) {
-          const Vector<A> factor = load(sum_ + lane);
-          for (int k = 0; k < kAtOnce; ++k) {
-            masses[k] = at::vec::fmadd(load(weights(key + k) + lane), factor, masses[k]);
-          }
-        }
-        A sums[kAtOnce];
-        sum_lanes_of_each<A, kAtOnce>(masses, sums);
-        for (int k = 0; k < kAtOnce; ++k) tile_.column_sums[key + k] += sums[k];
-      }
+      for (; key + 8 <= seen_by_all_; key += 8) add_sums_of<8>(key);
+      for (; key < seen_by_all_; ++key) add_sums_of<1>(key);
     }
     // One key at a time, of the queries that see it.
     for (; key < num_keys_; ++key) {

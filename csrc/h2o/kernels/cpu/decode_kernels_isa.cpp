@@ -229,11 +229,14 @@ void weigh(const Accumulator<T>* weights, int64_t weights_stride, const T* const
 template <typename A>
 void softmax(A* weights, int64_t count, A scale, A* maximum, A* sum) {
   const int64_t whole = round_up(count, kLanes<A>);
+  for (int64_t i = count; i < whole; ++i) weights[i] = 0;
+  for (int64_t i = 0; i < whole; i += kLanes<A>) {
+    store(weights + i, load(weights + i) * Vector<A>(scale));
+  }
   for (int64_t i = count; i < whole; ++i) weights[i] = kMinusInfinity<A>;
   Vector<A> most(kMinusInfinity<A>);
   for (int64_t i = 0; i < whole; i += kLanes<A>) {
-    const Vector<A> logit = load(weights + i) * Vector<A>(scale);
-    store(weights + i, logit);
+    const Vector<A> logit = load(weights + i);
     // A NaN is passed over here and shows in the sum.
     most = Vector<A>::blendv(most, logit, logit > most);
   }
@@ -417,7 +420,6 @@ void merge_outputs(const StepMerge<T>& step, const Accumulator<T>* factors,
         sum.second = at::vec::fmadd(pair.second, Vector<A>(weight), sum.second);
       };
       for (int64_t r = 0; r < step.num_ranges; ++r) {
-        if (step.sum[r * group_size + h] == 0) continue;
         add(load_pair(step.partial + (r * group_size + h) * head_dim + d, count),
             factors[r * group_size + h]);
       }
@@ -427,33 +429,42 @@ void merge_outputs(const StepMerge<T>& step, const Accumulator<T>* factors,
   }
 }
 
-// Adds the mass of the slots begin..end of one range to their scores.
+// Adds the mass of the slots begin..end of one range to their scores. A slot's mass does not depend
+// on where the slot lies or how scores and positions do: equal tokens must stay equal.
 template <typename T, typename Reduce>
 void add_scores(const StepMerge<T>& step, int64_t begin, int64_t end,
                 const Accumulator<T>* factors) {
   using A = Accumulator<T>;
-  int64_t s = begin;
-  if constexpr (std::is_same_v<A, float>) {
-    if (step.scores_stride == 1 && step.positions_stride == 1) {
-      for (; s + kLanes<A> <= end; s += kLanes<A>) {
-        Vector<A> mass = load(step.weights + s) * Vector<A>(factors[0]);
-        for (int64_t h = 1; h < step.group_size; ++h) {
-          const A* const of_head = step.weights + h * step.weights_stride;
-          mass = combine<Reduce>(mass, load(of_head + s) * Vector<A>(factors[h]));
-        }
+  const auto mass_of = [&](int64_t s, int64_t count) {
+    Vector<A> mass = Vector<A>::loadu(step.weights + s, count) * Vector<A>(factors[0]);
+    for (int64_t h = 1; h < step.group_size; ++h) {
+      const auto weight = Vector<A>::loadu(step.weights + h * step.weights_stride + s, count);
+      if constexpr (std::is_same_v<Reduce, SumReduce>) {
+        mass = at::vec::fmadd(weight, Vector<A>(factors[h]), mass);
+      } else {
+        mass = combine<Reduce>(mass, weight * Vector<A>(factors[h]));
+      }
+    }
+    return mass;
+  };
+  const bool side_by_side = step.scores_stride == 1 && step.positions_stride == 1;
+  for (int64_t s = begin; s < end; s += kLanes<A>) {
+    const int64_t count = end - s < kLanes<A> ? end - s : kLanes<A>;
+    const Vector<A> mass = mass_of(s, count);
+    if constexpr (std::is_same_v<A, float>) {
+      if (side_by_side && count == kLanes<A>) {
         const Vector<A> score = load(step.scores + s);
         const auto is_empty = Vector<int32_t>::loadu(step.positions + s) < Vector<int32_t>(0);
         store(step.scores + s, Vector<A>::blendv(score + mass, score, at::vec::cast<A>(is_empty)));
+        continue;
       }
     }
-  }
-  for (; s < end; ++s) {
-    if (step.positions[s * step.positions_stride] < 0) continue;
-    A mass = step.weights[s] * factors[0];
-    for (int64_t h = 1; h < step.group_size; ++h) {
-      mass = combine<Reduce>(mass, step.weights[h * step.weights_stride + s] * factors[h]);
+    A masses[kLanes<A>];
+    store(masses, mass);
+    for (int64_t i = 0; i < count; ++i) {
+      if (step.positions[(s + i) * step.positions_stride] < 0) continue;
+      step.scores[(s + i) * step.scores_stride] += masses[i];
     }
-    step.scores[s * step.scores_stride] += mass;
   }
 }
 
@@ -521,13 +532,18 @@ SlotScan<float> scan_slots(const float* scores, const int32_t* positions, int64_
   };
   int64_t s = 0;
   for (; s + kStep <= capacity; s += kStep) look(load(scores + s), V::loadu(positions + s));
-  int64_t padding = 0;
+  int64_t occupied_padding = 0;
   if (s < capacity) {
-    // Filled up with occupied slots that nobody may evict.
+    // Filled up with the last slot, again and again: its own index is lower and goes first.
+    float rest_scores[kStep];
     int32_t rest[kStep];
-    for (int64_t i = 0; i < kStep; ++i) rest[i] = s + i < capacity ? positions[s + i] : INT32_MAX;
-    padding = s + kStep - capacity;
-    look(Vector<float>::loadu(scores + s, capacity - s), V::loadu(rest));
+    for (int64_t i = 0; i < kStep; ++i) {
+      const int64_t from = s + i < capacity ? s + i : capacity - 1;
+      rest_scores[i] = scores[from];
+      rest[i] = positions[from];
+    }
+    if (positions[capacity - 1] >= 0) occupied_padding = s + kStep - capacity;
+    look(load(rest_scores), V::loadu(rest));
   }
   int32_t keys[kStep], at[kStep], slots[kStep], occupied[kStep], empty[kStep];
   best.key.store(keys);
@@ -536,7 +552,7 @@ SlotScan<float> scan_slots(const float* scores, const int32_t* positions, int64_
   num_occupied.store(occupied);
   lowest_empty.store(empty);
   SlotScan<float> scan;
-  scan.occupied = -padding;
+  scan.occupied = -occupied_padding;
   int32_t first_empty = INT32_MAX;
   int64_t lane = 0;
   for (int64_t i = 0; i < kStep; ++i) {

@@ -182,7 +182,7 @@ class TileAttention {
   void for_each_block(const Body& body) const {
     for (int64_t key = 0; key < num_keys_;) {
       const int64_t end = key < seen_by_all_ ? seen_by_all_ : num_keys_;
-      const int64_t count = end - key < kKeysPerTileBlock ? end - key : kKeysPerTileBlock;
+      const int64_t count = smaller(end - key, kKeysPerTileBlock);
       body(key, count);
       key += count;
     }
@@ -195,11 +195,8 @@ class TileAttention {
   }
   // Filled up with zeros to a whole pair.
   [[gnu::flatten]] void widen_row(const T* from, A* to) const {
-    for_each_pair(from, head_dim_, [to](const Pair<A>& pair, int64_t d) {
-      const Pair<A> numbers = in_order<T>(pair);
-      store(to + d, numbers.first);
-      store(to + d + kLanes<A>, numbers.second);
-    });
+    for_each_pair(from, head_dim_,
+                  [to](const Pair<A>& pair, int64_t d) { store_pair(to + d, in_order<T>(pair)); });
   }
   // The rows of `count` keys as numbers: where they are, or widened into block_.
   void read_rows(const VectorRows<const T>& cached, const VectorRows<const T>& fresh, int64_t key,
@@ -227,7 +224,7 @@ class TileAttention {
   // joins a sum in which there is none.
   void spread_queries() const {
     for (int64_t lane = 0; lane < width_; ++lane) {
-      const int64_t row = lane < rows_ ? lane : rows_ - 1;
+      const int64_t row = smaller(lane, rows_ - 1);
       const int64_t head = row / tile_.count, token = tile_.first + row % tile_.count;
       const T* const from = tile_.query[tile_.columns[token]] + head * tile_.query_head_stride;
       if (takes_pairs()) {
@@ -390,7 +387,7 @@ class TileAttention {
     for (; key < num_keys_; ++key) {
       Vector<A> mass(0);
       for (int64_t i = first_to_see(key); i < tile_.count; i += kLanes<A>) {
-        const int64_t count = tile_.count - i < kLanes<A> ? tile_.count - i : kLanes<A>;
+        const int64_t count = smaller(tile_.count - i, kLanes<A>);
         const auto softmax_weight = [&](int64_t head) {
           const int64_t lane = head * tile_.count + i;
           return Vector<A>::loadu(weights(key) + lane, count) *
@@ -412,8 +409,7 @@ class TileAttention {
       T* const to = tile_.output[tile_.columns[tile_.first + lane % tile_.count]] +
                     lane / tile_.count * tile_.output_head_stride;
       for (int64_t d = 0; d < head_dim_; d += kPairLanes<A>) {
-        store_first<T>(to + d, {load(block_ + d), load(block_ + d + kLanes<A>)},
-                       head_dim_ - d < kPairLanes<A> ? head_dim_ - d : kPairLanes<A>);
+        store_first<T>(to + d, load_pair(block_ + d), smaller(head_dim_ - d, kPairLanes<A>));
       }
     }
   }

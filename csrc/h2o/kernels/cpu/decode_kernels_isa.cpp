@@ -40,19 +40,54 @@ inline void store_sums(const Vector<A> (&sums)[kHeads * kSlots], A* logits, int6
   }
 }
 
+// What the products take at a time of a query and of a key: pairs of widened numbers,
+template <typename T>
+struct Product {
+  using A = Accumulator<T>;
+  using Kept = A;  // as a query is kept
+  using Factor = Pair<A>;
+  static constexpr int64_t kStep = kPairLanes<A>;
+
+  static Factor load(const T* from) { return load_pair(from); }
+  static Factor load(const T* from, int64_t count) { return load_pair(from, count); }
+  static void keep(Kept* to, const Factor& factor) { store_pair(to, factor); }
+  static Vector<A> add(const Factor& query, const Factor& key, const Vector<A>& sum) {
+    return at::vec::fmadd(query.second, key.second, at::vec::fmadd(query.first, key.first, sum));
+  }
+};
+#if defined(__AVX512BF16__)
+// or bfloat16 as it is stored: two products a lane, added to a float32 sum. Subnormal numbers count
+// as zero.
+template <>
+struct Product<at::BFloat16> {
+  using A = float;
+  using Kept = at::BFloat16;
+  using Factor = Vector<at::BFloat16>;
+  static constexpr int64_t kStep = Factor::size();
+
+  static Factor load(const Kept* from) { return Factor::loadu(from); }
+  static Factor load(const Kept* from, int64_t count) { return Factor::loadu(from, count); }
+  static void keep(Kept* to, const Factor& factor) { factor.store(to); }
+  static Vector<A> add(const Factor& query, const Factor& key, const Vector<A>& sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)(__m512i)query, (__m512bh)(__m512i)key);
+  }
+};
+#endif
+
 // The queries of kHeads heads as the products take them: widened once.
 template <typename T, int kHeads>
 class Queries {
  public:
+  using P = Product<T>;
   using A = Accumulator<T>;
 
   Queries(const VectorRows<const T>& rows, int64_t first_head, int64_t head_dim)
       : head_dim_(head_dim) {
     for (int h = 0; h < kHeads; ++h) {
-      for_each_pair(rows[first_head + h], head_dim, [&](const Pair<A>& pair, int64_t d) {
-        store(values_[h] + d, pair.first);
-        store(values_[h] + d + kLanes<A>, pair.second);
-      });
+      const T* const row = rows[first_head + h];
+      for (int64_t d = 0; d < head_dim; d += P::kStep) {
+        P::keep(values_[h] + d, P::load(row + d, smaller(head_dim - d, P::kStep)));
+      }
     }
   }
 
@@ -63,16 +98,16 @@ class Queries {
     H2O_UNROLL
     for (int i = 0; i < kHeads * kSlots; ++i) sums[i] = Vector<A>(0);
     int64_t d = 0;
-    for (; d + kPairLanes<A> <= head_dim_; d += kPairLanes<A>) {
-      Pair<A> key[kSlots];
+    for (; d + P::kStep <= head_dim_; d += P::kStep) {
+      typename P::Factor key[kSlots];
       H2O_UNROLL
-      for (int s = 0; s < kSlots; ++s) key[s] = load_pair(keys[s] + d);
+      for (int s = 0; s < kSlots; ++s) key[s] = P::load(keys[s] + d);
       add<kSlots>(key, d, sums);
     }
     if (d < head_dim_) {
-      Pair<A> key[kSlots];
+      typename P::Factor key[kSlots];
       H2O_UNROLL
-      for (int s = 0; s < kSlots; ++s) key[s] = load_pair(keys[s] + d, head_dim_ - d);
+      for (int s = 0; s < kSlots; ++s) key[s] = P::load(keys[s] + d, head_dim_ - d);
       add<kSlots>(key, d, sums);
     }
     store_sums<kHeads, kSlots>(sums, logits, stride);
@@ -80,83 +115,21 @@ class Queries {
 
  private:
   template <int kSlots>
-  void add(const Pair<A> (&key)[kSlots], int64_t d, Vector<A> (&sums)[kHeads * kSlots]) const {
+  void add(const typename P::Factor (&key)[kSlots], int64_t d,
+           Vector<A> (&sums)[kHeads * kSlots]) const {
     H2O_UNROLL
     for (int h = 0; h < kHeads; ++h) {
-      const Pair<A> query = {load(values_[h] + d), load(values_[h] + d + kLanes<A>)};
+      const auto query = Product<typename P::Kept>::load(values_[h] + d);
       H2O_UNROLL
       for (int s = 0; s < kSlots; ++s) {
-        Vector<A>& sum = sums[h * kSlots + s];
-        sum = at::vec::fmadd(query.first, key[s].first, sum);
-        sum = at::vec::fmadd(query.second, key[s].second, sum);
+        sums[h * kSlots + s] = P::add(query, key[s], sums[h * kSlots + s]);
       }
     }
   }
 
   const int64_t head_dim_;
-  alignas(64) A values_[kHeads][kMaxHeadDim];
+  alignas(64) typename P::Kept values_[kHeads][kMaxHeadDim];
 };
-
-#if defined(__AVX512BF16__)
-// Two products of bfloat16 a lane, added to a float32 sum. Subnormal numbers count as zero.
-template <int kHeads>
-class Queries<at::BFloat16, kHeads> {
- public:
-  using T = at::BFloat16;
-
-  Queries(const VectorRows<const T>& rows, int64_t first_head, int64_t head_dim)
-      : head_dim_(head_dim) {
-    for (int h = 0; h < kHeads; ++h) {
-      const T* const row = rows[first_head + h];
-      for (int64_t d = 0; d < head_dim; d += kStep) {
-        Vector<T>::loadu(row + d, head_dim - d < kStep ? head_dim - d : kStep)
-            .store(values_[h] + d);
-      }
-    }
-  }
-
-  template <int kSlots>
-  void dot(const T* const* keys, float* logits, int64_t stride) const {
-    Vector<float> sums[kHeads * kSlots];
-    H2O_UNROLL
-    for (int i = 0; i < kHeads * kSlots; ++i) sums[i] = Vector<float>(0);
-    int64_t d = 0;
-    for (; d + kStep <= head_dim_; d += kStep) {
-      Vector<T> key[kSlots];
-      H2O_UNROLL
-      for (int s = 0; s < kSlots; ++s) key[s] = Vector<T>::loadu(keys[s] + d);
-      add<kSlots>(key, d, sums);
-    }
-    if (d < head_dim_) {
-      Vector<T> key[kSlots];
-      H2O_UNROLL
-      for (int s = 0; s < kSlots; ++s) key[s] = Vector<T>::loadu(keys[s] + d, head_dim_ - d);
-      add<kSlots>(key, d, sums);
-    }
-    store_sums<kHeads, kSlots>(sums, logits, stride);
-  }
-
- private:
-  static constexpr int64_t kStep = Vector<T>::size();
-
-  template <int kSlots>
-  void add(const Vector<T> (&key)[kSlots], int64_t d,
-           Vector<float> (&sums)[kHeads * kSlots]) const {
-    H2O_UNROLL
-    for (int h = 0; h < kHeads; ++h) {
-      const __m512bh query = (__m512bh)(__m512i)Vector<T>::loadu(values_[h] + d);
-      H2O_UNROLL
-      for (int s = 0; s < kSlots; ++s) {
-        Vector<float>& sum = sums[h * kSlots + s];
-        sum = _mm512_dpbf16_ps(sum, query, (__m512bh)(__m512i)key[s]);
-      }
-    }
-  }
-
-  const int64_t head_dim_;
-  alignas(64) T values_[kHeads][kMaxHeadDim];
-};
-#endif
 
 // ---- Weights times v of some heads
 
@@ -171,8 +144,7 @@ void weigh_columns(const Accumulator<T>* weights, int64_t weights_stride, const 
   for (int h = 0; h < kHeads; ++h) {
     H2O_UNROLL
     for (int c = 0; c < kPairs; ++c) {
-      const A* const from = sums[h] + d + c * kPairLanes<A>;
-      sum[h][c] = {load(from), load(from + kLanes<A>)};
+      sum[h][c] = load_pair(sums[h] + d + c * kPairLanes<A>);
     }
   }
   for (int64_t s = 0; s < count; ++s) {
@@ -197,9 +169,7 @@ void weigh_columns(const Accumulator<T>* weights, int64_t weights_stride, const 
   for (int h = 0; h < kHeads; ++h) {
     H2O_UNROLL
     for (int c = 0; c < kPairs; ++c) {
-      A* const to = sums[h] + d + c * kPairLanes<A>;
-      store(to, sum[h][c].first);
-      store(to + kLanes<A>, sum[h][c].second);
+      store_pair(sums[h] + d + c * kPairLanes<A>, sum[h][c]);
     }
   }
 }
@@ -227,12 +197,8 @@ void weigh(const Accumulator<T>* weights, int64_t weights_stride, const T* const
 // Turns the logits of `count` slots into weights; the caller's array has room for a whole vector
 // more.
 template <typename A>
-void softmax(A* weights, int64_t count, A scale, A* maximum, A* sum) {
+void softmax(A* weights, int64_t count, A* maximum, A* sum) {
   const int64_t whole = round_up(count, kLanes<A>);
-  for (int64_t i = count; i < whole; ++i) weights[i] = 0;
-  for (int64_t i = 0; i < whole; i += kLanes<A>) {
-    store(weights + i, load(weights + i) * Vector<A>(scale));
-  }
   for (int64_t i = count; i < whole; ++i) weights[i] = kMinusInfinity<A>;
   Vector<A> most(kMinusInfinity<A>);
   for (int64_t i = 0; i < whole; i += kLanes<A>) {
@@ -289,17 +255,15 @@ void attend_heads(const SlotRange<T>& range, int64_t first_head, const int32_t* 
 
   for (int h = 0; h < kHeads; ++h) {
     A* const of_head = weights + h * stride;
-    A scale = range.terms.scale;
+    for (int64_t s = 0; s < count; ++s) of_head[s] *= range.terms.scale;
     if (range.terms.alibi_slopes != nullptr) {
       for (int64_t s = 0; s < count; ++s) {
         const int64_t distance =
             int64_t{range.positions[slots[s] * range.positions_stride]} - range.query_position;
-        of_head[s] = of_head[s] * scale +
-                     range.terms.alibi_slopes[first_head + h] * static_cast<A>(distance);
+        of_head[s] += range.terms.alibi_slopes[first_head + h] * static_cast<A>(distance);
       }
-      scale = 1;
     }
-    softmax(of_head, count, scale, range.maximum + first_head + h, range.sum + first_head + h);
+    softmax(of_head, count, range.maximum + first_head + h, range.sum + first_head + h);
     if (is_full) continue;
     for (int64_t s = 0; s < count; ++s) by_slot[h * range.weights_stride + slots[s]] = of_head[s];
   }
@@ -311,15 +275,14 @@ void attend_heads(const SlotRange<T>& range, int64_t first_head, const int32_t* 
     for (int64_t d = 0; d < round_up(head_dim, kPairLanes<A>); ++d) sums[h][d] = 0;
   }
   for (int64_t begin = 0; begin < count; begin += kBlock) {
-    const int64_t size = count - begin < kBlock ? count - begin : kBlock;
-    weigh<T, kHeads>(weights + begin, stride, values + begin, size, head_dim, sums);
+    weigh<T, kHeads>(weights + begin, stride, values + begin, smaller(count - begin, kBlock),
+                     head_dim, sums);
   }
   for (int h = 0; h < kHeads; ++h) {
     A* const output = range.output + (first_head + h) * head_dim;
     for (int64_t d = 0; d < head_dim; d += kPairLanes<A>) {
-      const Pair<A> sum = {load(sums[h] + d), load(sums[h] + d + kLanes<A>)};
-      store_first<A>(output + d, in_order<T>(sum),
-                     head_dim - d < kPairLanes<A> ? head_dim - d : kPairLanes<A>);
+      store_first<A>(output + d, in_order<T>(load_pair(sums[h] + d)),
+                     smaller(head_dim - d, kPairLanes<A>));
     }
   }
 }
@@ -364,8 +327,7 @@ void attend_range(const SlotRange<T>& range) {
     return;
   }
   for (int64_t h = 0; h < range.group_size; h += kMaxHeads) {
-    const int64_t left = range.group_size - h;
-    attend_some_heads<T>(range, h, left < kMaxHeads ? left : kMaxHeads, slots, count);
+    attend_some_heads<T>(range, h, smaller(range.group_size - h, kMaxHeads), slots, count);
   }
 }
 
@@ -411,7 +373,7 @@ void merge_outputs(const StepMerge<T>& step, const Accumulator<T>* factors,
   using A = Accumulator<T>;
   const int64_t group_size = step.group_size, head_dim = step.head_dim;
   for (int64_t d = 0; d < head_dim; d += kPairLanes<A>) {
-    const int64_t count = head_dim - d < kPairLanes<A> ? head_dim - d : kPairLanes<A>;
+    const int64_t count = smaller(head_dim - d, kPairLanes<A>);
     const Pair<A> value = in_order<T>(load_pair(step.v_new + d, count));
     for (int64_t h = 0; h < group_size; ++h) {
       Pair<A> sum = {Vector<A>(0), Vector<A>(0)};
@@ -449,7 +411,7 @@ void add_scores(const StepMerge<T>& step, int64_t begin, int64_t end,
   };
   const bool side_by_side = step.scores_stride == 1 && step.positions_stride == 1;
   for (int64_t s = begin; s < end; s += kLanes<A>) {
-    const int64_t count = end - s < kLanes<A> ? end - s : kLanes<A>;
+    const int64_t count = smaller(end - s, kLanes<A>);
     const Vector<A> mass = mass_of(s, count);
     if constexpr (std::is_same_v<A, float>) {
       if (side_by_side && count == kLanes<A>) {
@@ -476,8 +438,8 @@ void merge_step_with(StepMerge<T>& step) {
   normalise(step, factors, new_weights);
   merge_outputs(step, factors, new_weights);
   for (int64_t r = 0; r < step.num_ranges; ++r) {
-    const int64_t begin = r * kSlotsPerRange, end = begin + kSlotsPerRange;
-    add_scores<T, Reduce>(step, begin, end < step.capacity ? end : step.capacity,
+    const int64_t begin = r * kSlotsPerRange;
+    add_scores<T, Reduce>(step, begin, smaller(begin + kSlotsPerRange, step.capacity),
                           factors + r * step.group_size);
   }
   A mass = new_weights[0];
@@ -538,7 +500,7 @@ SlotScan<float> scan_slots(const float* scores, const int32_t* positions, int64_
     float rest_scores[kStep];
     int32_t rest[kStep];
     for (int64_t i = 0; i < kStep; ++i) {
-      const int64_t from = s + i < capacity ? s + i : capacity - 1;
+      const int64_t from = smaller(s + i, capacity - 1);
       rest_scores[i] = scores[from];
       rest[i] = positions[from];
     }

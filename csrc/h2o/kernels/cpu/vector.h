@@ -35,6 +35,9 @@ inline constexpr bool kManyRegisters = true;
 inline constexpr bool kManyRegisters = false;
 #endif
 
+// std::min for files that may share no function with others.
+constexpr int64_t smaller(int64_t a, int64_t b) { return b < a ? b : a; }
+
 template <typename A>
 inline Vector<A> load(const A* from) {
   return Vector<A>::loadu(from);
@@ -46,7 +49,7 @@ inline void store(A* to, const Vector<A>& value) {
 
 // kPairLanes consecutive elements of a storage type, as the numbers that they are accumulated in.
 // Which of them is in which lane is the storage type's own business: the same in all of its pairs,
-// and undone by store_pair().
+// and undone by in_order().
 template <typename A>
 struct Pair {
   Vector<A> first, second;
@@ -96,11 +99,17 @@ inline Pair<at::opmath_type<T>> load_pair(const T* from) {
 template <typename T>
 inline Pair<at::opmath_type<T>> load_pair(const T* from, int64_t count) {
   if constexpr (kIsStoredWide<T>) {
-    const int64_t in_first = count < kLanes<T> ? count : kLanes<T>;
+    const int64_t in_first = smaller(count, kLanes<T>);
     return {Vector<T>::loadu(from, in_first), Vector<T>::loadu(from + in_first, count - in_first)};
   } else {
     return widen(Vector<T>::loadu(from, count));
   }
+}
+
+template <typename A>
+inline void store_pair(A* to, const Pair<A>& pair) {
+  store(to, pair.first);
+  store(to + kLanes<A>, pair.second);
 }
 
 // The pair's elements in their own order.
@@ -117,7 +126,7 @@ inline Pair<at::opmath_type<T>> in_order(const Pair<at::opmath_type<T>>& pair) {
 template <typename T>
 inline void store_first(T* to, const Pair<at::opmath_type<T>>& numbers, int64_t count) {
   if constexpr (kIsStoredWide<T>) {
-    const int64_t in_first = count < kLanes<T> ? count : kLanes<T>;
+    const int64_t in_first = smaller(count, kLanes<T>);
     numbers.first.store(to, static_cast<int>(in_first));
     numbers.second.store(to + in_first, static_cast<int>(count - in_first));
   } else {
@@ -131,8 +140,7 @@ inline void store_first(T* to, const Pair<at::opmath_type<T>>& numbers, int64_t 
 template <typename A, int kCount>
 inline void sum_lanes_of_each(const Vector<A> (&values)[kCount], A* to) {
   // As many as share their additions: a power of two.
-  constexpr int kLargest = kCount & -kCount;
-  constexpr int kAtOnce = kLargest < kLanes<A> ? kLargest : static_cast<int>(kLanes<A>);
+  constexpr int kAtOnce = static_cast<int>(smaller(kCount & -kCount, kLanes<A>));
   const auto add_neighbours = [](const Vector<A>& a, const Vector<A>& b) {
     const auto [even, odd] = at::vec::deinterleave2(a, b);
     return even + odd;

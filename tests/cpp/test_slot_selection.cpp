@@ -14,6 +14,7 @@ namespace {
 using h2o::Budget;
 using h2o::cpu::Candidate;
 using h2o::cpu::choose_victims;
+using h2o::cpu::FreeSlots;
 using h2o::cpu::scan_slots;
 using h2o::cpu::SlotScan;
 
@@ -205,4 +206,22 @@ TEST_CASE("a scan and a choice of one name the same victim", "[slot_selection][c
   CHECK(mismatches == 0);
   CHECK(without > 0);
   CHECK(without < 1000);
+}
+
+TEST_CASE("new tokens take the freed slots from the lowest on, then the empty ones",
+          "[slot_selection][cpu]") {
+  // By slot, every second element: slots 1 and 4 are empty, 5, 0 and 3 are freed.
+  std::vector<int32_t> positions = {7, 99, -1, 99, 8, 99, 9, 99, -1, 99, 6, 99};
+  FreeSlots slots({5, 0, 3}, 5, positions.data(), 2);
+  std::vector<int64_t> taken;
+  for (int32_t token = 20; token < 25; ++token) {
+    taken.push_back(slots.next());
+    positions[static_cast<size_t>(2 * taken.back())] = token;
+  }
+  CHECK(taken == std::vector<int64_t>{0, 3, 5, 1, 4});
+  // Where fewer are asked for than were freed, they are still the lowest.
+  FreeSlots lowest({9, 2, 7, 4}, 2, positions.data(), 2);
+  const int64_t first = lowest.next(), second = lowest.next();
+  CHECK(first == 2);
+  CHECK(second == 4);
 }

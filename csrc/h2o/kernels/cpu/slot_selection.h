@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "h2o/budget.h"
@@ -79,5 +80,31 @@ void choose_victims(std::vector<Candidate<Score>>& candidates, int64_t count, in
     });
   }
 }
+
+// The slots that new tokens take one after the other: freed ones, the lowest first, then the lowest
+// empty ones. Each is filled before the next is asked for.
+class FreeSlots {
+ public:
+  // `freed` in any order, of which at most `count` are taken; `positions` of all slots.
+  FreeSlots(std::vector<int32_t> freed, int64_t count, const int32_t* positions,
+            int64_t positions_stride)
+      : freed_(std::move(freed)), positions_(positions), stride_(positions_stride) {
+    const int64_t num_freed = static_cast<int64_t>(freed_.size());
+    std::partial_sort(freed_.begin(), freed_.begin() + std::min(num_freed, count), freed_.end());
+  }
+
+  int64_t next() {
+    if (next_freed_ < freed_.size()) return freed_[next_freed_++];
+    while (positions_[next_empty_ * stride_] >= 0) ++next_empty_;
+    return next_empty_;
+  }
+
+ private:
+  std::vector<int32_t> freed_;
+  const int32_t* positions_;
+  int64_t stride_;
+  size_t next_freed_ = 0;
+  int64_t next_empty_ = 0;
+};
 
 }  // namespace h2o::cpu

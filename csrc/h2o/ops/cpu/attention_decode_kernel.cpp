@@ -69,17 +69,18 @@ class Decoder {
 
  private:
   template <typename U>
-  U* at(const at::Tensor& tensor, int64_t row, int64_t head, int64_t index = 0) const {
-    return data_of<U>(tensor) + row * tensor.stride(0) + head * tensor.stride(1) +
-           index * tensor.stride(2);
+  static U* at(const at::Tensor& tensor, int64_t row, int64_t head, int64_t index) {
+    return rows_of<U>(tensor, row, head)[index];
   }
   LogitTerms<A> terms(int64_t head) const {
     return {static_cast<A>(call_.scale),
             slopes_.empty() ? nullptr : slopes_.data() + head * group_size_};
   }
-  A* scores(int64_t row, int64_t head) const { return at<A>(call_.cache.scores, row, head); }
-  int32_t* positions(int64_t row, int64_t head) const {
-    return at<int32_t>(call_.cache.positions, row, head);
+  VectorRows<A> scores(int64_t row, int64_t head) const {
+    return rows_of<A>(call_.cache.scores, row, head);
+  }
+  VectorRows<int32_t> positions(int64_t row, int64_t head) const {
+    return rows_of<int32_t>(call_.cache.positions, row, head);
   }
 
   // Writes a new token into a slot, all of its parts together.
@@ -89,8 +90,8 @@ class Decoder {
                 at<T>(call_.cache.k_cache, row, head, slot));
     std::copy_n(at<T>(v_new_, row, head, column), head_dim_,
                 at<T>(call_.cache.v_cache, row, head, slot));
-    *at<A>(call_.cache.scores, row, head, slot) = score;
-    *at<int32_t>(call_.cache.positions, row, head, slot) = position;
+    *scores(row, head)[slot] = score;
+    *positions(row, head)[slot] = position;
   }
 
   // One token of each of `rows`: the paper's step. The slots are split into fixed ranges, which may
@@ -158,8 +159,9 @@ class Decoder {
       const KVCache& cache = decoder_.call_.cache;
       const int64_t group_size = decoder_.group_size_, begin = range * kSlotsPerRange;
       // Scores are not needed before the end, positions not before the next range.
-      prefetch(cache.scores, begin);
-      prefetch(cache.positions, begin + kSlotsPerRange);
+      const VectorRows<int32_t> positions = decoder_.positions(row_, head_);
+      prefetch(decoder_.scores(row_, head_), begin);
+      prefetch(positions, begin + kSlotsPerRange);
       decode_kernels<T>().attend_range({
           .begin = begin,
           .end = std::min(decoder_.capacity_, begin + kSlotsPerRange),
@@ -167,10 +169,10 @@ class Decoder {
           .group_size = group_size,
           .head_dim = decoder_.head_dim_,
           .query = query(),
-          .k = {decoder_.at<const T>(cache.k_cache, row_, head_), cache.k_cache.stride(2)},
-          .v = {decoder_.at<const T>(cache.v_cache, row_, head_), cache.v_cache.stride(2)},
-          .positions = decoder_.positions(row_, head_),
-          .positions_stride = cache.positions.stride(2),
+          .k = rows_of<const T>(cache.k_cache, row_, head_),
+          .v = rows_of<const T>(cache.v_cache, row_, head_),
+          .positions = positions.data,
+          .positions_stride = positions.stride,
           .query_position = position_,
           .terms = decoder_.terms(head_),
           .weights = weights_,
@@ -183,7 +185,8 @@ class Decoder {
 
     // What is left once every range has been attended: the output, the scores, steps 4-6.
     void finish() const {
-      const KVCache& cache = decoder_.call_.cache;
+      const VectorRows<A> scores = decoder_.scores(row_, head_);
+      const VectorRows<int32_t> positions = decoder_.positions(row_, head_);
       const int64_t first_query = head_ * decoder_.group_size_;
       StepMerge<T> step = {
           .num_ranges = decoder_.num_ranges(),
@@ -200,13 +203,13 @@ class Decoder {
           .maximum = maximum_,
           .sum = sum_,
           .partial = partial_,
-          .positions = decoder_.positions(row_, head_),
-          .positions_stride = cache.positions.stride(2),
+          .positions = positions.data,
+          .positions_stride = positions.stride,
           .scratch = scratch_,
           .output = {decoder_.at<T>(decoder_.output_, row_, first_query, column_),
                      decoder_.output_.stride(1)},
-          .scores = decoder_.scores(row_, head_),
-          .scores_stride = cache.scores.stride(2),
+          .scores = scores.data,
+          .scores_stride = scores.stride,
           .new_score = 0,
       };
       decode_kernels<T>().merge_step(step);
@@ -215,14 +218,11 @@ class Decoder {
 
    private:
     // Fetches a range's worth of scores or positions ahead, from slot `begin`.
-    void prefetch(const at::Tensor& tensor, int64_t begin) const {
-      const int64_t stride = tensor.stride(2), per_line = 64 / tensor.itemsize();
-      const char* const first =
-          static_cast<const char*>(tensor.const_data_ptr()) +
-          (row_ * tensor.stride(0) + head_ * tensor.stride(1)) * tensor.itemsize();
+    template <typename U>
+    void prefetch(const VectorRows<U>& of_slots, int64_t begin) const {
       const int64_t end = std::min(decoder_.capacity_, begin + kSlotsPerRange);
-      for (int64_t slot = begin; slot < end; slot += per_line) {
-        __builtin_prefetch(first + slot * stride * tensor.itemsize());
+      for (int64_t slot = begin; slot < end; slot += 64 / int64_t{sizeof(U)}) {
+        __builtin_prefetch(of_slots[slot]);
       }
     }
     VectorRows<const T> query() const {
@@ -241,9 +241,11 @@ class Decoder {
   // Steps 4-6 for one new token.
   void place_token(int64_t row, int64_t head, int64_t column, int32_t position, A new_score) const {
     const Budget& budget = budgets_[static_cast<size_t>(row)];
+    const VectorRows<A> of_scores = scores(row, head);
+    const VectorRows<int32_t> of_positions = positions(row, head);
     const SlotScan<A> slots =
-        scan_slots_fast<A>(scores(row, head), call_.cache.scores.stride(2), positions(row, head),
-                           call_.cache.positions.stride(2), capacity_, position, budget);
+        scan_slots_fast<A>(of_scores.data, of_scores.stride, of_positions.data, of_positions.stride,
+                           capacity_, position, budget);
     if (slots.occupied + 1 <= budget.total()) {
       overwrite_slot(row, head, slots.lowest_empty, column, new_score, position);
       return;
@@ -273,9 +275,9 @@ class Decoder {
         chunk.head = head;
         chunk.num_tokens =
             std::min(call_.chunk, static_cast<int64_t>(tokens.columns.size()) - begin);
-        const int32_t* const slot_positions = positions(row, head);
+        const VectorRows<int32_t> of_slots = positions(row, head);
         for (int64_t slot = 0; slot < capacity_; ++slot) {
-          const int32_t position = slot_positions[slot * call_.cache.positions.stride(2)];
+          const int32_t position = *of_slots[slot];
           if (position < 0) continue;
           chunk.slots.push_back(static_cast<int32_t>(slot));
           chunk.cached_positions.push_back(position);
@@ -286,21 +288,21 @@ class Decoder {
             .group_size = group_size_,
             .head_dim = head_dim_,
             .gqa_reduce = call_.gqa_reduce,
-            .query = {at<const T>(query_, row, head * group_size_), query_.stride(2)},
+            .query = rows_of<const T>(query_, row, head * group_size_),
             .query_head_stride = query_.stride(1),
-            .k = {at<const T>(call_.cache.k_cache, row, head), call_.cache.k_cache.stride(2)},
-            .v = {at<const T>(call_.cache.v_cache, row, head), call_.cache.v_cache.stride(2)},
+            .k = rows_of<const T>(call_.cache.k_cache, row, head),
+            .v = rows_of<const T>(call_.cache.v_cache, row, head),
             .slots = chunk.slots.data(),
             .cached_positions = chunk.cached_positions.data(),
             .num_cached = static_cast<int64_t>(chunk.slots.size()),
-            .k_new = {at<const T>(k_new_, row, head), k_new_.stride(2)},
-            .v_new = {at<const T>(v_new_, row, head), v_new_.stride(2)},
+            .k_new = rows_of<const T>(k_new_, row, head),
+            .v_new = rows_of<const T>(v_new_, row, head),
             .columns = tokens.columns.data() + begin,
             .new_positions = tokens.positions.data() + begin,
             .terms = terms(head),
             .scratch = nullptr,
             .column_sums = nullptr,
-            .output = {at<T>(output_, row, head * group_size_), output_.stride(2)},
+            .output = rows_of<T>(output_, row, head * group_size_),
             .output_head_stride = output_.stride(1),
         };
       }
@@ -315,12 +317,12 @@ class Decoder {
     const Budget& budget = budgets_[static_cast<size_t>(chunk.row)];
     std::vector<Candidate<A>> candidates;  // index: of the key, cached ones first
     candidates.reserve(static_cast<size_t>(chunk.num_keys()));
+    const VectorRows<A> of_slots = scores(chunk.row, chunk.head);
     for (int64_t k = 0; k < num_cached; ++k) {
-      A* const score =
-          at<A>(call_.cache.scores, chunk.row, chunk.head, chunk.slots[static_cast<size_t>(k)]);
-      *score += sums[k];
+      A& score = *of_slots[chunk.slots[static_cast<size_t>(k)]];
+      score += sums[k];
       candidates.push_back(
-          {*score, chunk.cached_positions[static_cast<size_t>(k)], static_cast<int32_t>(k)});
+          {score, chunk.cached_positions[static_cast<size_t>(k)], static_cast<int32_t>(k)});
     }
     for (int64_t i = 0; i < chunk.num_tokens; ++i) {
       candidates.push_back({sums[num_cached + i], chunk.tile.new_positions[i],
@@ -331,30 +333,20 @@ class Decoder {
     choose_victims(candidates, excess, newest, budget);
     std::vector<bool> leaves(static_cast<size_t>(chunk.num_keys()), false);
     int32_t* const left = at<int32_t>(evicted_, chunk.row, chunk.head, chunk.tile.columns[0]);
-    std::vector<int32_t> free_slots;
+    std::vector<int32_t> freed;
     for (int64_t i = 0; i < excess; ++i) {
       const Candidate<A>& victim = candidates[static_cast<size_t>(i)];
       leaves[static_cast<size_t>(victim.index)] = true;
       left[i * evicted_.stride(2)] = victim.position;
       if (victim.index < num_cached)
-        free_slots.push_back(chunk.slots[static_cast<size_t>(victim.index)]);
+        freed.push_back(chunk.slots[static_cast<size_t>(victim.index)]);
     }
-    std::sort(free_slots.begin(), free_slots.end());
-    size_t next_free = 0;
-    int64_t next_empty = 0;
-    const int32_t* const slot_positions = positions(chunk.row, chunk.head);
-    const int64_t stride = call_.cache.positions.stride(2);
+    const VectorRows<int32_t> of_positions = positions(chunk.row, chunk.head);
+    FreeSlots slots(std::move(freed), chunk.num_tokens, of_positions.data, of_positions.stride);
     for (int64_t i = 0; i < chunk.num_tokens; ++i) {
       if (leaves[static_cast<size_t>(num_cached + i)]) continue;
-      int64_t slot;
-      if (next_free < free_slots.size()) {
-        slot = free_slots[next_free++];
-      } else {
-        while (slot_positions[next_empty * stride] >= 0) ++next_empty;
-        slot = next_empty;
-      }
-      overwrite_slot(chunk.row, chunk.head, slot, chunk.tile.columns[i], sums[num_cached + i],
-                     chunk.tile.new_positions[i]);
+      overwrite_slot(chunk.row, chunk.head, slots.next(), chunk.tile.columns[i],
+                     sums[num_cached + i], chunk.tile.new_positions[i]);
     }
   }
 

@@ -32,16 +32,16 @@ class HeadEviction {
         capacity_(cache.capacity()),
         head_dim_(cache.head_dim()),
         num_tokens_(static_cast<int64_t>(tokens.columns.size())),
-        k_cache_(of<T>(cache.k_cache, row, head)),
-        v_cache_(of<T>(cache.v_cache, row, head)),
-        scores_(of<A>(cache.scores, row, head)),
-        positions_(of<int32_t>(cache.positions, row, head)),
-        k_new_(of<const T>(k_new, row, head)),
-        v_new_(of<const T>(v_new, row, head)),
-        scores_new_(of<const A>(scores_new, row, head)) {
+        k_cache_(rows_of<T>(cache.k_cache, row, head)),
+        v_cache_(rows_of<T>(cache.v_cache, row, head)),
+        scores_(rows_of<A>(cache.scores, row, head)),
+        positions_(rows_of<int32_t>(cache.positions, row, head)),
+        k_new_(rows_of<const T>(k_new, row, head)),
+        v_new_(rows_of<const T>(v_new, row, head)),
+        scores_new_(rows_of<const A>(scores_new, row, head)) {
     for (int64_t slot = 0; slot < capacity_; ++slot) {
-      occupied_ += positions_[slot] >= 0;
-      newest_ = std::max(newest_, positions_[slot]);
+      occupied_ += *positions_[slot] >= 0;
+      newest_ = std::max(newest_, *positions_[slot]);
     }
     if (num_tokens_ > 0) newest_ = std::max(newest_, tokens.positions.back());
   }
@@ -62,22 +62,8 @@ class HeadEviction {
   }
 
  private:
-  // The elements of one (row, head), by slot or column.
-  template <typename U>
-  struct Strided {
-    U* data;
-    int64_t stride;
-    U& operator[](int64_t index) const { return data[index * stride]; }
-  };
-
-  template <typename U>
-  static Strided<U> of(const at::Tensor& tensor, int64_t row, int64_t head) {
-    return {data_of<U>(tensor) + row * tensor.stride(0) + head * tensor.stride(1),
-            tensor.stride(2)};
-  }
-
   Candidate<A> token(int64_t i) const {
-    return {scores_new_[tokens_.columns[static_cast<size_t>(i)]],
+    return {*scores_new_[tokens_.columns[static_cast<size_t>(i)]],
             tokens_.positions[static_cast<size_t>(i)], static_cast<int32_t>(capacity_ + i)};
   }
 
@@ -103,8 +89,8 @@ class HeadEviction {
     std::vector<Candidate<A>> all;
     all.reserve(static_cast<size_t>(occupied_ + num_tokens_));
     for (int64_t slot = 0; slot < capacity_; ++slot) {
-      if (positions_[slot] < 0) continue;
-      all.push_back({scores_[slot], positions_[slot], static_cast<int32_t>(slot)});
+      if (*positions_[slot] < 0) continue;
+      all.push_back({*scores_[slot], *positions_[slot], static_cast<int32_t>(slot)});
     }
     for (int64_t i = 0; i < num_tokens_; ++i) all.push_back(token(i));
     return all;
@@ -120,40 +106,30 @@ class HeadEviction {
         continue;
       }
       freed.push_back(victim.index);
-      positions_[victim.index] = -1;
-      scores_[victim.index] = 0;
+      *positions_[victim.index] = -1;
+      *scores_[victim.index] = 0;
     }
-    // Tokens take the freed slots, the lowest first, then empty ones; where there is no token the
-    // order of the slots is nobody's.
-    const int64_t num_freed = static_cast<int64_t>(freed.size());
-    std::partial_sort(freed.begin(), freed.begin() + std::min(num_freed, num_tokens_), freed.end());
-    int64_t next_freed = 0, next_empty = 0;
+    FreeSlots slots(std::move(freed), num_tokens_, positions_.data, positions_.stride);
     for (int64_t i = 0; i < num_tokens_; ++i) {
       if (leaves[static_cast<size_t>(i)]) continue;
-      int64_t slot;
-      if (next_freed < num_freed) {
-        slot = freed[static_cast<size_t>(next_freed++)];
-      } else {
-        while (positions_[next_empty] >= 0) ++next_empty;
-        slot = next_empty;
-      }
+      const int64_t slot = slots.next();
       const Candidate<A> own = token(i);
       const int64_t column = tokens_.columns[static_cast<size_t>(i)];
-      std::copy_n(&k_new_[column], head_dim_, &k_cache_[slot]);
-      std::copy_n(&v_new_[column], head_dim_, &v_cache_[slot]);
-      scores_[slot] = own.score;
-      positions_[slot] = own.position;
+      std::copy_n(k_new_[column], head_dim_, k_cache_[slot]);
+      std::copy_n(v_new_[column], head_dim_, v_cache_[slot]);
+      *scores_[slot] = own.score;
+      *positions_[slot] = own.position;
     }
   }
 
   const RowTokens& tokens_;
   const Budget& budget_;
   const int64_t capacity_, head_dim_, num_tokens_;
-  const Strided<T> k_cache_, v_cache_;
-  const Strided<A> scores_;
-  const Strided<int32_t> positions_;
-  const Strided<const T> k_new_, v_new_;
-  const Strided<const A> scores_new_;
+  const VectorRows<T> k_cache_, v_cache_;
+  const VectorRows<A> scores_;
+  const VectorRows<int32_t> positions_;
+  const VectorRows<const T> k_new_, v_new_;
+  const VectorRows<const A> scores_new_;
   int64_t occupied_ = 0;
   int32_t newest_ = -1;
 };

@@ -31,8 +31,6 @@ void select_tokens(const SelectCall& call, const at::Tensor& query, const at::Te
     const RowTokens& tokens = rows[static_cast<size_t>(row)];
     if (tokens.columns.empty()) continue;
     for (int64_t head = 0; head < num_kv_heads; ++head) {
-      const VectorRows<const T> keys = {
-          data_of<const T>(key) + row * key.stride(0) + head * key.stride(1), key.stride(2)};
       HeadChunk<T>& chunk = chunks.emplace_back();
       chunk.row = row;
       chunk.head = head;
@@ -43,16 +41,14 @@ void select_tokens(const SelectCall& call, const at::Tensor& query, const at::Te
           .group_size = group_size,
           .head_dim = query.size(3),
           .gqa_reduce = call.gqa_reduce,
-          .query = {data_of<const T>(query) + row * query.stride(0) +
-                        head * group_size * query.stride(1),
-                    query.stride(2)},
+          .query = rows_of<const T>(query, row, head * group_size),
           .query_head_stride = query.stride(1),
           .k = {},
           .v = {},
           .slots = nullptr,
           .cached_positions = nullptr,
           .num_cached = 0,
-          .k_new = keys,
+          .k_new = rows_of<const T>(key, row, head),
           .v_new = {},
           .columns = tokens.columns.data(),
           .new_positions = tokens.positions.data(),

@@ -8,15 +8,18 @@
 #include <vector>
 
 #include "h2o/budget.h"
+#include "h2o/kernels/cpu/rows.h"
 
 // What the CPU operators read of a batch before they start: which columns of each row hold tokens,
 // and each row's budget. On the CPU the values can be looked at, so they are checked here, before
 // anything is written.
 namespace h2o::cpu {
 
+// What one (row, head) of a tensor [batch, heads, count, ...] has, by slot or column.
 template <typename T>
-T* data_of(const at::Tensor& tensor) {
-  return static_cast<T*>(tensor.data_ptr());
+VectorRows<T> rows_of(const at::Tensor& tensor, int64_t row, int64_t head) {
+  T* const first = static_cast<T*>(tensor.data_ptr());
+  return {first + row * tensor.stride(0) + head * tensor.stride(1), tensor.stride(2)};
 }
 
 // The tokens of one row, padding left out.

@@ -1,8 +1,9 @@
 """H2O under unmodified Hugging Face models: a cache, an attention function and a mask function.
 
 Importing this registers the attention implementation "h2o" with transformers; no transformers class
-is changed. `cache.py` holds the state of each layer and calls the operator, `attention.py` is the
-only file that knows what transformers passes to an attention function.
+is changed. `layer.py` holds the state of one decoder layer and calls the operator, `cache.py` is the
+cache that consists of them, `attention.py` is the only file that knows what transformers passes to
+an attention function.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from h2o_kv.hf.versions import TRANSFORMERS_BELOW, TRANSFORMERS_MIN, check_trans
 check_transformers(transformers.__version__)
 
 from h2o_kv.hf.attention import cache_kwarg, register  # noqa: E402
-from h2o_kv.hf.cache import CacheBytes, H2OCache, H2OLayer  # noqa: E402
+from h2o_kv.hf.cache import CacheBytes, H2OCache  # noqa: E402
+from h2o_kv.hf.layer import H2OLayer  # noqa: E402
 
 register()
 

@@ -1,0 +1,546 @@
+"""One decoder layer's share of an H2OCache: its four tensors, and the step on them.
+
+transformers hands a cache only the new keys and values, never the query, so `update` stores
+nothing: it puts the layer on the key tensor and returns it, the attention function "h2o"
+(attention.py) finds the layer there, and `H2OLayer.attend` does the whole step in one call of
+h2o_attention_decode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.sym_node import DynamicInt
+from transformers.cache_utils import CacheLayerMixin
+
+from h2o_kv._C import Budget, EvictionPolicy
+
+__all__ = ["ATTENTION_NAME", "LAYER_ATTRIBUTE", "H2OLayer", "Handover", "Settings"]
+
+# Name under which the attention and the mask function are registered.
+ATTENTION_NAME = "h2o"
+# Attribute of the key tensor by which the attention function finds its layer: the one channel that
+# every supported release and model family leaves open, and that is safe between threads.
+LAYER_ATTRIBUTE = "_h2o_layer"
+# What a model must share with the config of the cache.
+_MODEL_SHAPE = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+# Tensors of a layer with one entry a row; whatever moves a row moves all of them.
+_ROW_STATE = ("keys", "values", "scores", "positions", "tokens_seen", "row_budget")
+# The one overload, found once.
+_attention_decode = torch.ops.h2o.h2o_attention_decode.default
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all layers of a cache share and nothing changes."""
+
+    config: Any
+    policy: EvictionPolicy
+    prefill: str
+    prefill_chunk: int
+    prompt_length: int | tuple[int, ...] | None
+    dtype: torch.dtype | None
+    max_positions: int | None
+    whole_masks: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
+        # A copied cache belongs to the same model: its config must stay the model's own object,
+        # or a later model.set_attn_implementation() would go unnoticed.
+        return self
+
+    def check_pairing(self) -> None:
+        """Raise where the model runs another attention function than ours."""
+        attention = self.config._attn_implementation
+        if attention != ATTENTION_NAME:
+            raise RuntimeError(
+                f'H2OCache: attn_implementation must be "{ATTENTION_NAME}", got "{attention}"; '
+                f'call model.set_attn_implementation("{ATTENTION_NAME}") and make the cache from '
+                "model.config"
+            )
+
+
+class _Variable(DynamicInt):
+    """An int that torch.compile does not take for a constant: the next one needs no other graph.
+
+    Elsewhere an int like any other, and so is what is computed from it.
+    """
+
+    __add__ = int.__add__
+    __sub__ = int.__sub__
+    __repr__ = int.__repr__
+
+
+@dataclass
+class Handover:
+    """The layer that returned its keys from `update` and was not found by an attention function."""
+
+    layer_idx: int | None = None
+
+
+class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
+    """State of one decoder layer.
+
+    The tensors are allocated at the first forward, on the device of its keys, and written in place
+    by the operator. They are None before that.
+
+    Attributes
+    ----------
+    k_cache, v_cache : Tensor, [batch, num_kv_heads, capacity, head_dim]
+        What each slot holds; the same tensors as `keys` and `values`.
+    scores : Tensor, float32 (float64 for float64 caches), [batch, num_kv_heads, capacity]
+        Attention mass that each slot's token received so far.
+    positions : Tensor, int32, [batch, num_kv_heads, capacity]
+        Which token each slot holds, counted in the real tokens of its row; -1 = empty.
+    tokens_seen : Tensor, int32, [batch]
+        Real tokens of each row so far: the position of its next token.
+    columns_seen : int
+        Columns of input_ids so far, padding included: what `get_seq_length` answers.
+    budget : Budget or None
+        Budget of every row, or the largest one where they differ; its total is the capacity.
+    row_budget : Tensor, int32, [batch, 3], or None
+        (num_sink, num_heavy, num_recent) of each row where they differ.
+    last_evicted : Tensor, int32, [batch, num_kv_heads, num_new], or None
+        Positions that left in the last forward, -1 = none; see h2o_attention_decode.
+    """
+
+    is_sliding = False
+    # True would make generate() compile the decode step by itself on CUDA; not offered yet.
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, settings: Settings, handover: Handover, layer_idx: int) -> None:
+        super().__init__()
+        self.settings = settings
+        self.layer_idx = layer_idx
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.scores: Tensor | None = None
+        self.positions: Tensor | None = None
+        self.tokens_seen: Tensor | None = None
+        self.columns_seen = 0
+        self.budget: Budget | None = None
+        self.row_budget: Tensor | None = None
+        self.last_evicted: Tensor | None = None
+        self._handover = handover
+        self._known_config = settings.config
+        self._window: int | None = None
+        self._one: Tensor | None = None  # int32, [1]: torch adds it faster than a number.
+
+    def __repr__(self) -> str:
+        capacity = None if self.keys is None else self.keys.shape[2]
+        return f"H2OLayer(layer_idx={self.layer_idx}, capacity={capacity})"
+
+    @property
+    def k_cache(self) -> Tensor | None:
+        """Keys, [batch, num_kv_heads, capacity, head_dim]."""
+        return self.keys
+
+    @property
+    def v_cache(self) -> Tensor | None:
+        """Values, [batch, num_kv_heads, capacity, head_dim]."""
+        return self.values
+
+    @property
+    def supports_early_init(self) -> bool:
+        """Whether the capacity is known before the prompt."""
+        return not self.settings.policy.has_ratio or self.settings.prompt_length is not None
+
+    def window(self) -> int | None:
+        """`configured_window` as it was when this sequence started: a config is slow to ask."""
+        if self.columns_seen == 0:
+            self._window = self.configured_window()
+        return self._window
+
+    def configured_window(self) -> int | None:
+        """Sliding window, in tokens, that the model's config gives to this layer; None = none."""
+        config = self.settings.config
+        layer_types = getattr(config, "layer_types", None)
+        if layer_types and layer_types[self.layer_idx] != "sliding_attention":
+            return None
+        if getattr(config, "use_sliding_window", None) is False:
+            return None
+        return getattr(config, "sliding_window", None) or None
+
+    # ---- The step.
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hand the layer over to the attention function, on the key tensor. Stores nothing."""
+        self._handover.layer_idx = self.layer_idx
+        # A tensor object of our own carries the layer.
+        key_states = key_states.view_as(key_states)
+        setattr(key_states, LAYER_ATTRIBUTE, self)
+        return key_states, value_states
+
+    def take_over(self, config: Any) -> None:
+        """Note that the attention function has found this layer; `config` is that of its module.
+
+        Raises
+        ------
+        ValueError
+            The module belongs to another model than the cache.
+        """
+        self._handover.layer_idx = None
+        if config is None or config is self._known_config:
+            return
+        ours, theirs = _model_shape(self.settings.config), _model_shape(config)
+        if ours != theirs:
+            raise ValueError(
+                f"H2OCache: the model must be the one of the cache's config, {ours}, got {theirs}"
+            )
+        self._known_config = config
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:
+        """Attend, score, evict and store the new tokens: one call of h2o_attention_decode.
+
+        Parameters
+        ----------
+        query : Tensor, [batch, num_q_heads, num_new, head_dim]
+        key, value : Tensor, [batch, num_kv_heads, num_new, head_dim]
+            Any strides. Cast to the dtype of the cache.
+        attention_mask : Tensor, bool, [batch, 1, 1, num_new], optional
+            True = real token. A [batch, 1, num_new, num_new] mask is taken if it says the same:
+            causal, and the padding.
+        scale : float, optional
+            Factor on query . key. Default head_dim ** -0.5.
+
+        Returns
+        -------
+        output : Tensor, dtype of the query, [batch, num_new, num_q_heads, head_dim]
+            Zeros where a token is padding.
+
+        Raises
+        ------
+        ValueError
+            The mask is of another kind, or the shapes are not those that the cache was filled with.
+        """
+        batch, _, num_new, _ = key.shape
+        real = None
+        if attention_mask is not None:
+            real = self._real_tokens(attention_mask, batch, num_new)
+        if self.columns_seen == 0:
+            self._start(key, value, real)
+        elif batch != self.batch_size:
+            raise ValueError(
+                f"H2OCache: layer {self.layer_idx} holds batch={self.batch_size}, got {batch} rows; "
+                "use a new cache or reset() for another batch"
+            )
+        assert self.keys is not None
+        assert self.tokens_seen is not None
+        assert self.budget is not None
+
+        position_new, added = self._number(real, num_new)
+        dtype = self.keys.dtype
+        output, evicted = _attention_decode(
+            _cast(query, dtype),
+            self.keys,
+            self.values,
+            self.scores,
+            self.positions,
+            _cast(key, dtype),
+            _cast(value, dtype),
+            position_new,
+            self.budget.num_sink,
+            self.budget.num_heavy,
+            self.budget.num_recent,
+            gqa_reduce=self.settings.policy.gqa_reduce,
+            scale=scale,
+            chunk=self._chunk(num_new),
+            row_budget=self.row_budget,
+        )
+        self.tokens_seen.add_(added)
+        self.columns_seen += num_new
+        if num_new > 1 and not torch.compiler.is_compiling():
+            self.columns_seen = _Variable(self.columns_seen)
+        self.last_evicted = evicted
+        return _cast(output, query.dtype).transpose(1, 2).contiguous()
+
+    def _number(self, real: Tensor | None, num_new: int) -> tuple[Tensor, Tensor | int]:
+        """Positions of the new tokens, int32 [batch, num_new], and how many of each row are real.
+
+        They count the real tokens of a row, so a padded row is numbered like the row alone.
+        """
+        assert self.tokens_seen is not None
+        assert self._one is not None
+        first = self.tokens_seen.unsqueeze(1)
+        if real is None:
+            if num_new == 1:
+                return first, self._one
+            columns = torch.arange(num_new, dtype=torch.int32, device=first.device)
+            return first + columns, num_new
+        if num_new == 1:  # A decode step on a device: no kernel launch more than it needs.
+            return torch.where(real, first, -1), real[:, 0]
+        rank = real.cumsum(1, dtype=torch.int32)
+        return torch.where(real, first + (rank - 1), -1), rank[:, -1]
+
+    def _chunk(self, num_new: int) -> int:
+        if num_new > 1 and self.settings.prefill == "streaming":
+            return min(self.settings.prefill_chunk, num_new)
+        return max(num_new, 1)
+
+    def _real_tokens(self, attention_mask: Tensor, batch: int, num_new: int) -> Tensor:
+        """Which new tokens are real, bool [batch, num_new]."""
+        mask = attention_mask
+        # Columns of earlier tokens, if the model has them in its mask, say nothing new.
+        whole = self.settings.whole_masks and mask.shape[-1] == self.columns_seen + num_new
+        if (
+            mask.ndim != 4
+            or mask.shape[1] != 1
+            or mask.shape[2] not in (1, num_new)
+            or not (whole or (mask.dtype == torch.bool and mask.shape[3] == num_new))
+        ):
+            raise ValueError(
+                "H2OCache: attention_mask must be 2-D (1 = real token, 0 = padding); which tokens "
+                "are attended is the cache's own business, got a mask of shape "
+                f"{list(mask.shape)} and dtype {mask.dtype} for {num_new} new tokens"
+            )
+        if mask.dtype != torch.bool:
+            mask = mask == 0  # What is added to the logits.
+        mask = mask[:, 0, :, -num_new:]
+        real = mask[:, -1]
+        if mask.shape[1] > 1:
+            causal = torch.ones(num_new, num_new, dtype=torch.bool, device=mask.device).tril()
+            if not torch.equal(mask, real[:, None] & causal):
+                raise ValueError(
+                    "H2OCache: attention_mask must hide later tokens and padding, nothing else, "
+                    f"got another pattern of shape {list(attention_mask.shape)}"
+                )
+        return real.expand(batch, num_new)
+
+    # ---- Allocation.
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Allocate for the shape, dtype and device of these keys; there may be 0 of them.
+
+        Raises
+        ------
+        ValueError
+            A ratio needs the prompt: give H2OCache a prompt_length.
+        """
+        if not self.supports_early_init:
+            raise ValueError(
+                "H2OCache: prompt_length must be given to allocate before the prompt with a policy "
+                f"of ratios, got {self.settings.policy!r}"
+            )
+        self._allocate(key_states, key_states if value_states is None else value_states, None)
+
+    def _start(self, key: Tensor, value: Tensor, real: Tensor | None) -> None:
+        lengths = None
+        if self.settings.policy.has_ratio and self.settings.prompt_length is None:
+            batch, _, num_new, _ = key.shape
+            lengths = [num_new] * batch if real is None else real.sum(1).tolist()
+        self._allocate(key, value, lengths)
+
+    def _allocate(self, key: Tensor, value: Tensor, lengths: Sequence[int] | None) -> None:
+        """Resolve the budget of each row and make empty tensors, or keep those that fit."""
+        batch, num_kv_heads, _, head_dim = key.shape
+        if value.shape[3] != head_dim:
+            raise ValueError(
+                "H2OCache: keys and values must have the same head_dim, got "
+                f"{head_dim} and {value.shape[3]}"
+            )
+        if lengths is None:
+            lengths = self._given_lengths(batch)
+        budgets = [self.settings.policy.resolve(length) for length in lengths]
+        self.budget = max(budgets, key=lambda budget: budget.total)
+        shape = (batch, num_kv_heads, self.budget.total)
+        dtype = self.settings.dtype or torch.promote_types(key.dtype, value.dtype)
+        self.device = key.device
+        # Made as ordinary tensors even under inference_mode, so that the cache can be used outside.
+        with torch.inference_mode(False):
+            self.row_budget = None
+            if any(budget != self.budget for budget in budgets):
+                self.row_budget = torch.tensor(
+                    [tuple(budget) for budget in budgets], dtype=torch.int32, device=self.device
+                )
+            if (
+                self.keys is not None
+                and self.keys.shape == (*shape, head_dim)
+                and self.keys.dtype == dtype
+                and self.keys.device == self.device
+            ):
+                return
+            score_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+            try:
+                keys = torch.zeros(*shape, head_dim, dtype=dtype, device=self.device)
+                values = torch.zeros(*shape, head_dim, dtype=dtype, device=self.device)
+                scores = torch.zeros(shape, dtype=score_dtype, device=self.device)
+                positions = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+            except torch.OutOfMemoryError:
+                raise  # A device's own error says how much there is.
+            except RuntimeError as error:
+                num_bytes = 2 * math.prod((*shape, head_dim)) * dtype.itemsize
+                raise MemoryError(
+                    "H2OCache: the budget must fit into memory, got "
+                    f"{self.budget.total} tokens: {num_bytes / 1e9:.1f} GB of keys and values in "
+                    "each layer"
+                ) from error
+            self.keys, self.values, self.scores, self.positions = keys, values, scores, positions
+            self.tokens_seen = torch.zeros(batch, dtype=torch.int32, device=self.device)
+            self._one = torch.ones(1, dtype=torch.int32, device=self.device)
+        self.batch_size = batch
+        self.is_initialized = True
+
+    def _given_lengths(self, batch: int) -> Sequence[int]:
+        lengths = self.settings.prompt_length
+        if not isinstance(lengths, tuple):
+            return [lengths or 0] * batch
+        if len(lengths) != batch:
+            raise ValueError(
+                f"H2OCache: prompt_length must have one entry a row = {batch}, got {len(lengths)}"
+            )
+        return lengths
+
+    # ---- What transformers asks of a layer.
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Columns seen, not slots in use: position ids and input slicing come from it."""
+        return self.columns_seen
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """(length, offset) of the keys that a mask must cover: the new ones alone.
+
+        Called before the embedding, so what no step could undo is refused here.
+        """
+        if isinstance(query_length, Tensor):  # cache_position, before transformers 5.12
+            query_length = query_length.shape[0]
+        self.settings.check_pairing()
+        self._check_positions(query_length)
+        return query_length, self.columns_seen
+
+    def _check_positions(self, num_new: int) -> None:
+        limit = self.settings.max_positions
+        if limit is None or self.columns_seen + num_new <= limit:
+            return
+        # Columns of padding take no position; only here, past the limit, is it worth to look.
+        seen = 0 if self.tokens_seen is None else int(self.tokens_seen.max())
+        if seen + num_new > limit:
+            raise ValueError(
+                f"H2OCache: positions of this model must be < {limit} (max_position_embeddings), "
+                f"got {num_new} new tokens after {seen}; evicting does not move positions"
+            )
+
+    def get_max_length(self) -> int:
+        """-1: a layer of any budget takes any number of tokens."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """Name of `get_max_length` in earlier releases."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything, budgets of ratios included; the memory stays allocated."""
+        self.columns_seen = 0
+        self.budget = None
+        self.row_budget = None
+        self.last_evicted = None
+        self._handover.layer_idx = None
+        if self.is_initialized:
+            assert self.keys is not None
+            assert self.values is not None
+            assert self.scores is not None
+            assert self.positions is not None
+            assert self.tokens_seen is not None
+            self.keys.zero_()
+            self.values.zero_()
+            self.scores.zero_()
+            self.positions.fill_(-1)
+            self.tokens_seen.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Not supported yet: what was evicted cannot be brought back.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            <= 0: minus the number of tokens to remove; > 0 (transformers 4): tokens to keep.
+
+        Raises
+        ------
+        NotImplementedError
+            A token would have to be removed.
+        """
+        to_keep = tokens_to_remove if tokens_to_remove > 0 else self.columns_seen + tokens_to_remove
+        remove = self.columns_seen - to_keep
+        if remove > 0:
+            raise NotImplementedError(
+                f"H2OCache: crop is not yet supported, asked to remove {remove} of "
+                f"{self.columns_seen} tokens (assisted decoding needs it)"
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes the former row beam_idx[i]. In place."""
+        self._take_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows next to each other."""
+        if self.keys is not None:
+            rows = torch.arange(self.keys.shape[0], device=self.keys.device)
+            self._take_rows(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`: integers, or a bool for each row."""
+        if self.keys is not None:
+            rows = torch.arange(self.keys.shape[0], device=self.keys.device)
+            self._take_rows(rows[indices.to(rows.device)])
+
+    def _take_rows(self, index: Tensor) -> None:
+        if self.keys is None:
+            return
+        same_batch = index.shape[0] == self.keys.shape[0]
+        with torch.inference_mode(False), torch.no_grad():
+            index = index.to(self.keys.device)
+            for name in _ROW_STATE:
+                state = getattr(self, name)
+                if state is None:
+                    continue
+                rows = state.index_select(0, index)
+                if same_batch:
+                    state.copy_(rows)
+                else:
+                    setattr(self, name, rows)
+            if self.last_evicted is not None:
+                self.last_evicted = self.last_evicted.index_select(0, index)
+        self.batch_size = index.shape[0]
+
+    def copy_from(self, other: H2OLayer) -> None:
+        """Become a copy of `other` that shares no memory with it."""
+        for name in (*_ROW_STATE, "last_evicted", "_one"):
+            state = getattr(other, name)
+            with torch.inference_mode(False), torch.no_grad():
+                setattr(self, name, None if state is None else state.clone())
+        self.columns_seen = other.columns_seen
+        self._window = other._window
+        self.budget = other.budget
+        self.is_initialized = other.is_initialized
+        if other.keys is not None:
+            self.device = other.keys.device
+            self.batch_size = other.keys.shape[0]
+
+
+def _model_shape(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name, None) for name in _MODEL_SHAPE}
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, which takes longer to find out that it has nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

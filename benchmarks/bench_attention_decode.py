@@ -39,20 +39,19 @@ from report import (
     make_parser,
     parse,
     ratio_bars,
+    shape_columns,
+    shape_points,
     times,
     values_of,
 )
 
-from h2o_kv import ops
+import h2o_kv  # noqa: F401
 
-MODEL_NAMES = ("smollm2-135m", "llama-3-8b", "llama-2-7b", "gpt-neox-20b")
-QUICK = {"model": ["smollm2-135m", "llama-3-8b"], "capacity": [512, 2048], "repeats": 10}
+QUICK = {"model": ["smollm2-135m", "llama-3-8b"], "lengths": [512, 2048], "repeats": 10}
+_attention_decode = torch.ops.h2o.h2o_attention_decode.default
 PEERS = {"sdpa": "SDPA", "eager": "eager", "grouped": "eager, grouped"}
 COLUMNS = (
-    Column("shape", "model"),
-    Column("dtype", "dtype"),
-    Column("batch", "batch", "{:,}"),
-    Column("slots", "capacity", "{:,}"),
+    *shape_columns("slots", "capacity"),
     *(times(f"x {text}", peer) for peer, text in PEERS.items()),
     Column("of the read", "x_read", "{:.0%}"),
     times("x 1 thread", "one_thread"),
@@ -65,8 +64,8 @@ class DecodeCase(CachesInTurns):
     """Caches, and the calls on them."""
 
     def step(self, state: State) -> Call:
-        """A step of h2o."""
-        return lambda: ops.attention_decode(
+        """A step of h2o, called as the cache of transformers calls it."""
+        return lambda: _attention_decode(
             self.query, *state, self.new, self.new, self.at, *self.counts
         )
 
@@ -213,19 +212,12 @@ def draw_ratios(pyplot: Any, points: list[Point]) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, print."""
     parser = make_parser(__doc__, "bench_attention_decode", repeats=30)
-    add_shape_options(parser, MODEL_NAMES, caches="turns")
-    parser.add_argument("--capacity", type=int, nargs="+", default=[256, 1024, 2048, 8192])
+    add_shape_options(parser, "--capacity", [256, 1024, 2048, 8192], caches="turns")
     parser.add_argument(
         "--threads-capacity", type=int, default=8192, help="slots where threads are compared"
     )
     args = parse(parser, argv, QUICK)
-    points = [
-        (MODELS[model], dtype, batch, capacity)
-        for model in args.model
-        for dtype in args.dtype
-        for batch in args.batch
-        for capacity in args.capacity
-    ]
+    points = shape_points(args)
     of_threads = [(MODELS[args.model[0]], dtype) for dtype in args.dtype if args.threads > 1]
     several = args.caches == "turns"
     with Report("A decode step", args, COLUMNS, total=len(points) + len(of_threads)) as report:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from common import MODELS, Call, Timing, in_turns
+from common import Call, Timing, in_turns
 from op_cases import DTYPES, CachesInTurns, ReferenceStep, State
 from peers import Tensors, gather_evict, gather_shrink, reads, scatter_evict, with_read
 from report import (
@@ -26,20 +26,18 @@ from report import (
     make_parser,
     parse,
     ratio_bars,
+    shape_columns,
+    shape_points,
     times,
 )
 
 from h2o_kv import ops
 
-MODEL_NAMES = ("smollm2-135m", "llama-3-8b", "llama-2-7b", "gpt-neox-20b")
-QUICK = {"model": ["smollm2-135m", "llama-3-8b"], "capacity": [2048], "repeats": 10}
+QUICK = {"model": ["smollm2-135m", "llama-3-8b"], "lengths": [2048], "repeats": 10}
 PEERS = {"scatter": "argmin, scatter", "gather": "topk, gather"}
 COLUMNS = (
     Column("what", "what"),
-    Column("shape", "model"),
-    Column("dtype", "dtype"),
-    Column("batch", "batch", "{:,}"),
-    Column("slots", "capacity", "{:,}"),
+    *shape_columns("slots", "capacity"),
     *(times(f"x {text}", peer) for peer, text in PEERS.items()),
     Column("of the read", "x_read", "{:.0%}"),
 )
@@ -130,17 +128,10 @@ def draw_ratios(pyplot: Any, points: list[Point]) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, print."""
     parser = make_parser(__doc__, "bench_evict", repeats=30)
-    add_shape_options(parser, MODEL_NAMES, caches="cold")
-    parser.add_argument("--capacity", type=int, nargs="+", default=[512, 2048, 8192])
+    add_shape_options(parser, "--capacity", [512, 2048, 8192], caches="cold")
     args = parse(parser, argv, QUICK)
-    points = [
-        (measure_case, what, MODELS[model], dtype, batch, capacity)
-        for measure_case, what in ((one_token, "one token"), (shrink, "cut to half"))
-        for model in args.model
-        for dtype in args.dtype
-        for batch in args.batch
-        for capacity in args.capacity
-    ]
+    cases = ((one_token, "one token"), (shrink, "cut to half"))
+    points = [(*case, *point) for case in cases for point in shape_points(args)]
     with Report("Eviction alone", args, COLUMNS, total=len(points)) as report:
         for measure_case, what, shape, dtype, batch, capacity in points:
             case = EvictCase(shape, batch, capacity, DTYPES[dtype], args.caches == "turns")

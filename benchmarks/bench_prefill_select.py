@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import MODELS, ModelShape
+from common import ModelShape
 from op_cases import DTYPES, ERROR_LIMIT, ReferenceStep, check_close
 from peers import causal_sdpa, eager_prefill
 from report import (
@@ -30,23 +30,21 @@ from report import (
     make_parser,
     parse,
     ratio_bars,
+    shape_columns,
+    shape_points,
     times,
 )
 from torch import Tensor
 
 from h2o_kv import ops, reference
 
-MODEL_NAMES = ("smollm2-135m", "llama-3-8b", "llama-2-7b", "gpt-neox-20b")
-QUICK = {"model": ["smollm2-135m"], "tokens": [1024], "repeats": 5}
+QUICK = {"model": ["smollm2-135m"], "lengths": [1024], "repeats": 5}
 PEERS = {"sdpa": "SDPA", "eager": "eager"}
 # Tokens that the reference sees; each of its heads takes that squared, times 8 bytes.
 _CHECKED = 1024
 COLUMNS = (
     Column("what", "what"),
-    Column("shape", "model"),
-    Column("dtype", "dtype"),
-    Column("batch", "batch", "{:,}"),
-    Column("tokens", "seq_len", "{:,}"),
+    *shape_columns("tokens", "seq_len"),
     *(times(f"x {text}", peer) for peer, text in PEERS.items()),
     Column("memory, of the matrix", "matrix_share", "{:.1%}"),
 )
@@ -210,17 +208,10 @@ def draw_ratios(pyplot: Any, points: list[Point]) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, print."""
     parser = make_parser(__doc__, "bench_prefill_select", repeats=5)
-    add_shape_options(parser, MODEL_NAMES, caches="warm")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
+    add_shape_options(parser, "--tokens", [1024, 4096], caches="warm")
     parser.add_argument("--eager-mib", type=int, default=2048, help="largest matrix of weights")
     args = parse(parser, argv, QUICK)
-    points = [
-        (MODELS[model], dtype, batch, tokens)
-        for model in args.model
-        for dtype in args.dtype
-        for batch in args.batch
-        for tokens in args.tokens
-    ]
+    points = shape_points(args)
     with Report("One-shot prefill", args, COLUMNS, total=2 * len(points)) as report:
         for shape, dtype, batch, tokens in points:
             bench(shape, dtype, batch, tokens, report)

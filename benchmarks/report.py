@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from common import (
     MODELS,
     ROOT,
+    ModelShape,
     ResultWriter,
     Timing,
     commit,
@@ -27,6 +29,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 Point = dict[str, Any]
+# OPT-6.7B has the heads of Llama-2-7B.
+DEFAULT_MODELS = ("smollm2-135m", "llama-3-8b", "llama-2-7b", "gpt-neox-20b")
 RESULTS = ROOT / "benchmarks" / "results"
 COLOURS = {
     "h2o": "#1f77b4",
@@ -64,10 +68,15 @@ def make_parser(
 
 
 def add_shape_options(
-    parser: argparse.ArgumentParser, models: Sequence[str], *, caches: str
+    parser: argparse.ArgumentParser, length: str, lengths: Sequence[int], *, caches: str
 ) -> None:
-    """The options of scripts that call operators on random tensors."""
-    parser.add_argument("--model", choices=MODELS, nargs="+", default=list(models), help="shapes")
+    """The options of scripts that call operators on random tensors; `length`: slots or tokens."""
+    parser.add_argument(
+        "--model", choices=MODELS, nargs="+", default=list(DEFAULT_MODELS), help="shapes"
+    )
+    parser.add_argument(
+        length, dest="lengths", metavar="N", type=int, nargs="+", default=list(lengths)
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="rows")
     parser.add_argument(
         "--caches",
@@ -76,6 +85,12 @@ def add_shape_options(
         help="turns: several caches take turns, together larger than the processor's; cold: its\n"
         f"caches are swept before every call; warm: neither (default: {caches})",
     )
+
+
+def shape_points(args: argparse.Namespace) -> list[tuple[ModelShape, str, int, int]]:
+    """(shape, dtype, rows, slots or tokens) of each point that the options of shapes ask for."""
+    shapes = [MODELS[name] for name in args.model]
+    return list(itertools.product(shapes, args.dtype, args.batch, args.lengths))
 
 
 def parse(
@@ -127,6 +142,16 @@ class Column:
 def times(title: str, peer: str) -> Column:
     """Column of a ratio."""
     return Column(title, f"x_{peer}", "{:.2f}")
+
+
+def shape_columns(title: str, field: str) -> tuple[Column, ...]:
+    """The columns that say which point it is; the last one is its slots or tokens."""
+    return (
+        Column("shape", "model"),
+        Column("dtype", "dtype"),
+        Column("batch", "batch", "{:,}"),
+        Column(title, field, "{:,}"),
+    )
 
 
 class Report:

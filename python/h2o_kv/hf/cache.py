@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from h2o_kv._C import Budget, EvictionPolicy
-from h2o_kv.hf.layer import ATTENTION_NAME, H2OLayer, Handover, Settings
+from h2o_kv.hf.layer import ATTENTION_NAME, H2OLayer, Handover, Settings, model_shape
 
 __all__ = ["CacheBytes", "H2OCache"]
 
@@ -171,17 +171,17 @@ class H2OCache(Cache):  # type: ignore[misc]
         return self._settings.prefill_chunk
 
     @property
+    def max_positions(self) -> int | None:
+        """Tokens of a row after which the model's learned positions end; None = they do not."""
+        return self._settings.max_positions
+
+    @property
     def budgets(self) -> tuple[Budget, ...] | None:
         """Budget of each row; None before the first forward."""
         layer = self.layers[0]
         if layer.budget is None or layer.keys is None:
             return None
-        if layer.row_budget is None:
-            return (layer.budget,) * layer.keys.shape[0]
-        return tuple(
-            Budget(num_sink=sink, num_heavy=heavy, num_recent=recent)
-            for sink, heavy, recent in layer.row_budget.tolist()
-        )
+        return tuple(layer.budget_of(row) for row in range(layer.keys.shape[0]))
 
     def update(
         self,
@@ -242,6 +242,87 @@ class H2OCache(Cache):  # type: ignore[misc]
                 kv += _nbytes(layer.keys) + _nbytes(layer.values)
                 bookkeeping += _nbytes(layer.scores) + _nbytes(layer.positions)
         return CacheBytes(kv=kv, bookkeeping=bookkeeping)
+
+    def insert(self, row: int, other: H2OCache, source: int = 0) -> None:
+        """Row `row` of a running batch becomes row `source` of `other`; no other row changes.
+
+        Parameters
+        ----------
+        row : int
+            Of this cache, which has its memory: after a forward or `early_initialization`. What it
+            held is forgotten.
+        other : H2OCache
+            Of the same model and with the same `gqa_reduce`, such as one that a prompt was run
+            through alone. It keeps its row.
+        source : int
+            Row of `other`, whose budget goes with it and must fit into the capacity here.
+
+        Raises
+        ------
+        TypeError
+            An argument is of another type.
+        IndexError
+            There is no such row.
+        ValueError
+            The caches do not fit each other. Nothing has changed then.
+
+        Notes
+        -----
+        `get_seq_length` becomes the larger one of the two, as if the shorter row had been padded. A
+        model is told the positions of the rows by position_ids; each row's next is
+        `layers[0].tokens_seen`.
+        """
+        if not isinstance(other, H2OCache):
+            raise TypeError(f"H2OCache.insert: other must be an H2OCache, got {other!r}")
+        mine, theirs = model_shape(self._settings.config), model_shape(other._settings.config)
+        if mine != theirs:
+            raise ValueError(
+                f"H2OCache.insert: the model of both caches must be the same, got {mine} here and "
+                f"{theirs} in other"
+            )
+        if self.policy.gqa_reduce != other.policy.gqa_reduce:
+            raise ValueError(
+                "H2OCache.insert: gqa_reduce of both caches must be the same, got "
+                f'"{self.policy.gqa_reduce}" here and "{other.policy.gqa_reduce}" in other'
+            )
+        for name, cache in (("this cache", self), ("other", other)):
+            if cache.budgets is None:
+                raise ValueError(
+                    f"H2OCache.insert: {name} must have its memory, got one before any forward; "
+                    "early_initialization() allocates it"
+                )
+        row, source = self._row("insert: row", row), other._row("insert: source", source)
+        pairs = list(zip(self.layers, other.layers, strict=True))
+        for layer, source_layer in pairs:
+            layer.check_insertion(source_layer, source)
+        with torch.inference_mode(False), torch.no_grad():
+            for layer, source_layer in pairs:
+                layer.insert_row(row, source_layer, source)
+
+    def release(self, row: int) -> None:
+        """Forget what a row of a running batch has seen; no other row changes.
+
+        The row stays in the batch: give it padding until `insert` fills it again, or new tokens, which
+        start at position 0. Its budget stays.
+
+        Raises
+        ------
+        TypeError
+            row is no integer.
+        IndexError
+            There is no such row.
+        """
+        row = self._row("release: row", row)
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in self.layers:
+                layer.release_row(row)
+
+    def _row(self, argument: str, row: int) -> int:
+        row = _count(f"H2OCache.{argument}", row)
+        num_rows = 0 if self.layers[0].keys is None else self.layers[0].keys.shape[0]
+        if not 0 <= row < num_rows:
+            raise IndexError(f"H2OCache.{argument} must be in 0..{num_rows - 1}, got {row}")
+        return row
 
     def fork(self, n: int) -> H2OCache:
         """Make a new cache in which each row stands `n` times, next to each other.

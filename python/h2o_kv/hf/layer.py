@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o_kv._C import Budget, EvictionPolicy
 
-__all__ = ["ATTENTION_NAME", "LAYER_ATTRIBUTE", "H2OLayer", "Handover", "Settings"]
+__all__ = ["ATTENTION_NAME", "LAYER_ATTRIBUTE", "H2OLayer", "Handover", "Settings", "model_shape"]
 
 # Name under which the attention and the mask function are registered.
 ATTENTION_NAME = "h2o"
@@ -35,8 +35,10 @@ _MODEL_SHAPE = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-# Tensors of a layer with one entry a row; whatever moves a row moves all of them.
-_ROW_STATE = ("keys", "values", "scores", "positions", "tokens_seen", "row_budget")
+# Tensors of a layer with one entry a slot, and with one entry a row; whatever moves a slot or a row
+# moves all of them.
+_SLOT_STATE = ("keys", "values", "scores", "positions")
+_ROW_STATE = (*_SLOT_STATE, "tokens_seen", "row_budget")
 # The one overload, found once.
 _attention_decode = torch.ops.h2o.h2o_attention_decode.default
 
@@ -195,7 +197,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         self._handover.layer_idx = None
         if config is None or config is self._known_config:
             return
-        ours, theirs = _model_shape(self.settings.config), _model_shape(config)
+        ours, theirs = model_shape(self.settings.config), model_shape(config)
         if ours != theirs:
             raise ValueError(
                 f"H2OCache: the model must be the one of the cache's config, {ours}, got {theirs}"
@@ -522,6 +524,84 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
                 self.last_evicted = self.last_evicted.index_select(0, index)
         self.batch_size = index.shape[0]
 
+    def insert_row(self, row: int, other: H2OLayer, source: int) -> None:
+        """Row `row` becomes row `source` of `other`; `check_insertion` says whether it can."""
+        assert self.tokens_seen is not None
+        assert other.tokens_seen is not None
+        assert other.positions is not None
+        self.release_row(row)
+        # What a larger cache holds may lie anywhere in it, and moves to the front.
+        held = other.positions[source] >= 0
+        order = torch.argsort(held.int(), dim=1, descending=True, stable=True)
+        for name in _SLOT_STATE:
+            mine, theirs = getattr(self, name)[row], getattr(other, name)[source]
+            num_slots = min(mine.shape[1], theirs.shape[1])
+            if num_slots < theirs.shape[1]:
+                slots = order[:, :num_slots].reshape(
+                    *order.shape[:1], num_slots, *[1] * (mine.ndim - 2)
+                )
+                theirs = theirs.gather(1, slots.expand(-1, -1, *mine.shape[2:]))
+            mine[:, :num_slots] = theirs
+        self.tokens_seen[row] = other.tokens_seen[source]
+        self._give_budget(row, other.budget_of(source))
+        self.columns_seen = max(self.columns_seen, other.columns_seen)
+        self._window = other._window
+
+    def _give_budget(self, row: int, budget: Budget) -> None:
+        assert self.budget is not None
+        assert self.tokens_seen is not None
+        if self.row_budget is None:
+            if budget == self.budget:
+                return
+            every = torch.tensor(tuple(self.budget), dtype=torch.int32, device=self.device)
+            self.row_budget = every.repeat(self.tokens_seen.shape[0], 1)
+        self.row_budget[row] = torch.tensor(tuple(budget), dtype=torch.int32)
+
+    def release_row(self, row: int) -> None:
+        """Forget what row `row` has seen; its budget stays."""
+        assert self.tokens_seen is not None
+        for name in _SLOT_STATE:
+            getattr(self, name)[row].fill_(-1 if name == "positions" else 0)
+        self.tokens_seen[row] = 0
+        self.last_evicted = None
+
+    def budget_of(self, row: int) -> Budget:
+        """The budget that this row keeps to."""
+        assert self.budget is not None
+        if self.row_budget is None:
+            return self.budget
+        num_sink, num_heavy, num_recent = self.row_budget[row].tolist()
+        return Budget(num_sink=num_sink, num_heavy=num_heavy, num_recent=num_recent)
+
+    def check_insertion(self, other: H2OLayer, source: int) -> None:
+        """Raise where this layer cannot take row `source` of `other`.
+
+        Raises
+        ------
+        ValueError
+            Shape, dtype or device differ, or the row's budget is larger than the capacity here.
+        """
+        assert self.keys is not None
+        assert other.keys is not None
+        facts = {
+            "number of KV heads": (self.keys.shape[1], other.keys.shape[1]),
+            "head_dim": (self.keys.shape[3], other.keys.shape[3]),
+            "dtype": (self.keys.dtype, other.keys.dtype),
+            "device": (self.keys.device, other.keys.device),
+        }
+        for name, (mine, theirs) in facts.items():
+            if mine != theirs:
+                raise ValueError(
+                    f"H2OCache.insert: {name} of both caches must be the same, got {mine} here and "
+                    f"{theirs} in other, layer {self.layer_idx}"
+                )
+        budget, capacity = other.budget_of(source), self.keys.shape[2]
+        if budget.total > capacity:
+            raise ValueError(
+                f"H2OCache.insert: the row's budget must be <= capacity = {capacity}, got "
+                f"{budget.total} tokens, layer {self.layer_idx}"
+            )
+
     def copy_from(self, other: H2OLayer) -> None:
         """Become a copy of `other` that shares no memory with it."""
         for name in (*_ROW_STATE, "last_evicted", "_one"):
@@ -537,7 +617,8 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
             self.batch_size = other.keys.shape[0]
 
 
-def _model_shape(config: Any) -> dict[str, Any]:
+def model_shape(config: Any) -> dict[str, Any]:
+    """What tells this model from another, as far as a cache can see it."""
     return {name: getattr(config, name, None) for name in _MODEL_SHAPE}
 
 

@@ -264,14 +264,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         if n < 1:
             raise ValueError(f"H2OCache.fork: n must be >= 1, got {n}")
         settings = self._settings
-        copy = H2OCache(
-            settings.config,
-            settings.policy,
-            prefill=settings.prefill,
-            prefill_chunk=settings.prefill_chunk,
-            prompt_length=settings.prompt_length,
-            dtype=settings.dtype,
-        )
+        copy = H2OCache(settings.config, settings.policy, **settings.options())
         for layer, source in zip(copy.layers, self.layers, strict=True):
             layer.copy_from(source)
             if n > 1:

@@ -386,14 +386,6 @@ def test_fork_of_nothing_raises() -> None:
             cache.fork(n)
 
 
-def test_saving_raises() -> None:
-    _, cache = filled()
-    with pytest.raises(NotImplementedError, match="^H2OCache.save: .* is not supported yet"):
-        cache.save("session.safetensors")
-    with pytest.raises(NotImplementedError, match="^H2OCache.load: .* is not supported yet"):
-        H2OCache.load("session.safetensors", cache._settings.config)
-
-
 @pytest.mark.parametrize("lengths", [(9, 8), torch.tensor([9, 8]), np.array([9, 8])])
 def test_prompt_length_takes_any_integers(lengths: Any) -> None:
     model = tiny_model("llama")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,22 @@ def test_a_row_keeps_its_budget_in_a_cache_of_another_capacity(capacities: tuple
         for layer, other in zip(mine.layers, alone.layers, strict=True):
             held = [sorted(p for p in head if p >= 0) for head in layer.positions[1].tolist()]
             assert held == [sorted(head) for head in other.positions[0].tolist()]
+
+
+def test_a_batch_with_rows_of_different_ages_can_be_saved(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    batch, young = H2OCache(model.config, SMALL), H2OCache(model.config, SMALL)
+    forward(model, tokens(3, 14), batch)
+    forward(model, tokens(1, 5, seed=5), young)
+    batch.insert(1, young)
+    batch.release(2)
+    batch.save(tmp_path / "batch")
+    loaded = H2OCache.load(tmp_path / "batch", model.config)
+    for i in range(6):
+        ids, real = tokens(3, 1, seed=i), torch.tensor([True, True, False])
+        assert torch.equal(step(model, batch, ids, real), step(model, loaded, ids, real))
+    for row in range(3):
+        assert_rows_equal(snapshot(batch, row), snapshot(loaded, row))
 
 
 def test_what_does_not_fit_raises_and_changes_nothing() -> None:

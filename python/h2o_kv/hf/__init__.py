@@ -2,8 +2,8 @@
 
 Importing this registers the attention implementation "h2o" with transformers; no transformers class
 is changed. `layer.py` holds the state of one decoder layer and calls the operator, `cache.py` is the
-cache that consists of them, `attention.py` is the only file that knows what transformers passes to
-an attention function.
+cache that consists of them, `session.py` saves and loads it, `attention.py` is the only file that
+knows what transformers passes to an attention function.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ check_transformers(transformers.__version__)
 from h2o_kv.hf.attention import cache_kwarg, register  # noqa: E402
 from h2o_kv.hf.cache import CacheBytes, H2OCache  # noqa: E402
 from h2o_kv.hf.layer import H2OLayer  # noqa: E402
+from h2o_kv.hf.session import SessionError  # noqa: E402
 
 register()
 
@@ -26,5 +27,6 @@ __all__ = [
     "CacheBytes",
     "H2OCache",
     "H2OLayer",
+    "SessionError",
     "cache_kwarg",
 ]

@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from h2o_kv._C import Budget, EvictionPolicy
+from h2o_kv.hf import session
 from h2o_kv.hf.layer import ATTENTION_NAME, H2OLayer, Handover, Settings, model_shape
 
 __all__ = ["CacheBytes", "H2OCache"]
@@ -115,10 +116,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         prompt_length: int | Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not isinstance(config, PretrainedConfig):
-            raise TypeError(
-                f"H2OCache: config must be that of a model, model.config, got {config!r}"
-            )
+        decoder = _decoder_config(config)
         if not isinstance(policy, EvictionPolicy):
             raise TypeError(f"H2OCache: policy must be an EvictionPolicy, got {policy!r}")
         if prefill not in _PREFILLS:
@@ -130,7 +128,6 @@ class H2OCache(Cache):  # type: ignore[misc]
             error = ValueError if isinstance(dtype, torch.dtype) else TypeError
             names = ", ".join(map(str, _DTYPES))
             raise error(f"H2OCache: dtype must be one of {names}, got {dtype!r}")
-        decoder = _decoder_config(config)
         self._settings = Settings(
             config=decoder,
             policy=policy,
@@ -345,44 +342,86 @@ class H2OCache(Cache):  # type: ignore[misc]
         if n < 1:
             raise ValueError(f"H2OCache.fork: n must be >= 1, got {n}")
         settings = self._settings
-        copy = H2OCache(
-            settings.config,
-            settings.policy,
-            prefill=settings.prefill,
-            prefill_chunk=settings.prefill_chunk,
-            prompt_length=settings.prompt_length,
-            dtype=settings.dtype,
-        )
+        copy = H2OCache(settings.config, settings.policy, **settings.options())
         for layer, source in zip(copy.layers, self.layers, strict=True):
             layer.copy_from(source)
             if n > 1:
                 layer.batch_repeat_interleave(n)
         return copy
 
-    def save(self, file: str | os.PathLike[str]) -> NoReturn:
-        """Not supported yet.
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write everything that the cache holds to one safetensors file, to go on from it later.
+
+        The file is written beside its final place and renamed when complete: an existing one is
+        replaced as a whole or not at all.
+
+        Parameters
+        ----------
+        file : str or path
+            In a folder that exists.
 
         Raises
         ------
-        NotImplementedError
-            Always.
+        SessionError
+            The state is not one that a cache can be in, such as after a forward that stopped
+            half-way.
+        OSError
+            The file cannot be written.
         """
-        raise NotImplementedError(_no_saved_sessions("save"))
+        session.save(file, self._settings, [layer.state() for layer in self.layers])
 
     @classmethod
-    def load(cls, file: str | os.PathLike[str], config: Any) -> NoReturn:
-        """Not supported yet.
+    def load(
+        cls,
+        file: str | os.PathLike[str],
+        config: Any,
+        *,
+        device: str | torch.device | None = None,
+    ) -> H2OCache:
+        """Make the cache that was saved: every next step equals, bit for bit, that of the saved one.
+
+        Nothing in the file is executed, and nothing is allocated that is not in the file.
+
+        Parameters
+        ----------
+        file : str or path
+            Of `save`.
+        config : PreTrainedConfig
+            `model.config` of the same model. Its weights are not looked at.
+        device : str or torch.device, optional
+            Where the tensors go, a device of `h2o_kv.models.resolve_device`. Default: where each
+            layer was, and the CPU if PyTorch has no such device here.
 
         Raises
         ------
-        NotImplementedError
-            Always.
+        SessionError
+            The file is damaged, of a later format or no session, or it was saved with another model.
+        OSError
+            The file cannot be read.
+        TypeError, ValueError
+            `config` is none that H2OCache takes, or there is no such device.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from transformers import LlamaConfig
+        >>> from h2o_kv import EvictionPolicy, H2OCache
+        >>> config = LlamaConfig(num_hidden_layers=2)
+        >>> cache = H2OCache(config, EvictionPolicy(num_heavy=4, num_recent=4))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     cache.save(Path(folder, "cache.safetensors"))
+        ...     again = H2OCache.load(Path(folder, "cache.safetensors"), config)
+        >>> again.policy == cache.policy
+        True
         """
-        raise NotImplementedError(_no_saved_sessions("load"))
+        return session.load(file, _decoder_config(config), cls, device)
 
 
 def _decoder_config(config: Any) -> Any:
     """Config of the decoder, if the cache can serve it."""
+    if not isinstance(config, PretrainedConfig):
+        raise TypeError(f"H2OCache: config must be that of a model, model.config, got {config!r}")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             "H2OCache: the model must be decoder-only, got is_encoder_decoder=True "
@@ -439,13 +478,6 @@ def _count(name: str, value: Any) -> int:
         except TypeError:
             pass
     raise TypeError(f"{name} must be an integer, got {value!r}")
-
-
-def _no_saved_sessions(method: str) -> str:
-    return (
-        f"H2OCache.{method}: saving a cache to a file and loading it is not supported yet; the "
-        "state of a layer is in layers[i].k_cache, v_cache, scores and positions"
-    )
 
 
 def _nbytes(tensor: Tensor | None) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,17 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o_kv._C import Budget, EvictionPolicy
 
-__all__ = ["ATTENTION_NAME", "LAYER_ATTRIBUTE", "H2OLayer", "Handover", "Settings", "model_shape"]
+__all__ = [
+    "ATTENTION_NAME",
+    "LAYER_ATTRIBUTE",
+    "OPTIONS",
+    "STATE_TENSORS",
+    "H2OLayer",
+    "Handover",
+    "LayerState",
+    "Settings",
+    "model_shape",
+]
 
 # Name under which the attention and the mask function are registered.
 ATTENTION_NAME = "h2o"
@@ -39,6 +49,10 @@ _MODEL_SHAPE = (
 # moves all of them.
 _SLOT_STATE = ("keys", "values", "scores", "positions")
 _ROW_STATE = (*_SLOT_STATE, "tokens_seen", "row_budget")
+# Settings that are keyword arguments of H2OCache.
+OPTIONS = ("prefill", "prefill_chunk", "prompt_length", "dtype")
+# With the one that every step makes anew, all tensors of a layer: what is copied and saved.
+STATE_TENSORS = (*_ROW_STATE, "last_evicted")
 # The one overload, found once.
 _attention_decode = torch.ops.h2o.h2o_attention_decode.default
 
@@ -60,6 +74,10 @@ class Settings:
         # A copied cache belongs to the same model: its config must stay the model's own object,
         # or a later model.set_attn_implementation() would go unnoticed.
         return self
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments with which an H2OCache of these settings is made."""
+        return {name: getattr(self, name) for name in OPTIONS}
 
     def check_pairing(self) -> None:
         """Raise where the model runs another attention function than ours."""
@@ -88,6 +106,26 @@ class Handover:
     """The layer that returned its keys from `update` and was not found by an attention function."""
 
     layer_idx: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """All that distinguishes a layer from a new one of the same settings.
+
+    Attributes
+    ----------
+    columns_seen : int
+    budget : Budget or None
+    window : int or None
+        Sliding window of the model when the sequence started.
+    tensors : dict of str to Tensor
+        Those of STATE_TENSORS that there are.
+    """
+
+    columns_seen: int
+    budget: Budget | None
+    window: int | None
+    tensors: dict[str, Tensor]
 
 
 class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -366,27 +404,26 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         self.budget = max(budgets, key=lambda budget: budget.total)
         shape = (batch, num_kv_heads, self.budget.total)
         dtype = self.settings.dtype or torch.promote_types(key.dtype, value.dtype)
-        self.device = key.device
         # Made as ordinary tensors even under inference_mode, so that the cache can be used outside.
         with torch.inference_mode(False):
             self.row_budget = None
             if any(budget != self.budget for budget in budgets):
                 self.row_budget = torch.tensor(
-                    [tuple(budget) for budget in budgets], dtype=torch.int32, device=self.device
+                    [tuple(budget) for budget in budgets], dtype=torch.int32, device=key.device
                 )
             if (
                 self.keys is not None
                 and self.keys.shape == (*shape, head_dim)
                 and self.keys.dtype == dtype
-                and self.keys.device == self.device
+                and self.keys.device == key.device
             ):
                 return
             score_dtype = torch.float64 if dtype == torch.float64 else torch.float32
             try:
-                keys = torch.zeros(*shape, head_dim, dtype=dtype, device=self.device)
-                values = torch.zeros(*shape, head_dim, dtype=dtype, device=self.device)
-                scores = torch.zeros(shape, dtype=score_dtype, device=self.device)
-                positions = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+                keys = torch.zeros(*shape, head_dim, dtype=dtype, device=key.device)
+                values = torch.zeros(*shape, head_dim, dtype=dtype, device=key.device)
+                scores = torch.zeros(shape, dtype=score_dtype, device=key.device)
+                positions = torch.full(shape, -1, dtype=torch.int32, device=key.device)
             except torch.OutOfMemoryError:
                 raise  # A device's own error says how much there is.
             except RuntimeError as error:
@@ -397,9 +434,15 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
                     "each layer"
                 ) from error
             self.keys, self.values, self.scores, self.positions = keys, values, scores, positions
-            self.tokens_seen = torch.zeros(batch, dtype=torch.int32, device=self.device)
-            self._one = torch.ones(1, dtype=torch.int32, device=self.device)
-        self.batch_size = batch
+            self.tokens_seen = torch.zeros(batch, dtype=torch.int32, device=key.device)
+            self._note_tensors()
+
+    def _note_tensors(self) -> None:
+        """Set what follows from the tensors."""
+        assert self.keys is not None
+        self.device = self.keys.device
+        self.batch_size = self.keys.shape[0]
+        self._one = torch.ones(1, dtype=torch.int32, device=self.device)
         self.is_initialized = True
 
     def _given_lengths(self, batch: int) -> Sequence[int]:
@@ -604,21 +647,32 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def copy_from(self, other: H2OLayer) -> None:
         """Become a copy of `other` that shares no memory with it."""
-        for name in (*_ROW_STATE, "last_evicted", "_one"):
-            state = getattr(other, name)
-            with torch.inference_mode(False), torch.no_grad():
-                setattr(self, name, None if state is None else state.clone())
-        self.columns_seen = other.columns_seen
-        self._window = other._window
-        self.budget = other.budget
-        self.is_initialized = other.is_initialized
-        if other.keys is not None:
-            self.device = other.keys.device
-            self.batch_size = other.keys.shape[0]
+        state = other.state()
+        with torch.inference_mode(False), torch.no_grad():
+            copies = {name: tensor.clone() for name, tensor in state.tensors.items()}
+        self.restore(replace(state, tensors=copies))
+
+    def state(self) -> LayerState:
+        """What `restore` needs; its tensors are the layer's own."""
+        named = {name: getattr(self, name) for name in STATE_TENSORS}
+        tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
+        return LayerState(self.columns_seen, self.budget, self._window, tensors)
+
+    def restore(self, state: LayerState) -> None:
+        """Make a new layer the one that `state` was taken of; its tensors become the layer's own."""
+        for name in STATE_TENSORS:
+            setattr(self, name, state.tensors.get(name))
+        # As a prompt leaves it, for a step that is compiled after this.
+        self.columns_seen = _Variable(state.columns_seen) if state.columns_seen else 0
+        self.budget = state.budget
+        self._window = state.window
+        if self.keys is not None:
+            with torch.inference_mode(False):
+                self._note_tensors()
 
 
 def model_shape(config: Any) -> dict[str, Any]:
-    """What tells this model from another, as far as a cache can see it."""
+    """What two configs must share for a cache of one to serve the other."""
     return {name: getattr(config, name, None) for name in _MODEL_SHAPE}
 
 

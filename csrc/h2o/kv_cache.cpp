@@ -3,75 +3,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
-#include <c10/util/SmallVector.h>
 
-#include <algorithm>
-#include <cstdlib>
 #include <utility>
 
 #include "h2o/ops/checks.h"
 
 namespace h2o {
-namespace {
-
-using Dims = c10::SmallVector<std::pair<int64_t, int64_t>, 5>;  // stride and size, in elements
-
-// Whether no two index tuples lead to one element. True for every slice, transposition or select of
-// an ordinary tensor; layouts interleaved in ways that those cannot make are answered with false
-// although they might be fine.
-bool elements_are_apart(Dims dims) {
-  std::sort(dims.begin(), dims.end());
-  int64_t extent = 1;
-  for (const auto& [stride, size] : dims) {
-    if (stride < extent) return false;
-    extent += stride * (size - 1);
-  }
-  return true;
-}
-
-Dims dims_of(const at::Tensor& tensor) {
-  Dims dims;
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (tensor.size(d) > 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
-  }
-  return dims;
-}
-
-// Whether two tensors share no memory: they lie in different places, or are alike and interleaved
-// as, for example, the halves of the last dimension of one buffer.
-bool tensors_are_apart(const at::Tensor& a, const at::Tensor& b) {
-  const auto begin = [](const at::Tensor& tensor) {
-    return static_cast<const char*>(tensor.const_data_ptr());
-  };
-  const auto end = [&begin](const at::Tensor& tensor) {
-    int64_t last = 0;
-    for (int64_t d = 0; d < tensor.dim(); ++d) last += tensor.stride(d) * (tensor.size(d) - 1);
-    return begin(tensor) + (last + 1) * static_cast<int64_t>(tensor.element_size());
-  };
-  if (a.numel() == 0 || b.numel() == 0 || end(a) <= begin(b) || end(b) <= begin(a)) return true;
-  Dims dims = dims_of(a);
-  const int64_t bytes = std::abs(begin(a) - begin(b)),
-                item = static_cast<int64_t>(a.element_size());
-  if (dims != dims_of(b) || a.scalar_type() != b.scalar_type() || bytes % item != 0) return false;
-  dims.emplace_back(bytes / item, 2);
-  return elements_are_apart(std::move(dims));
-}
-
-void check_written(const char* op, const char* argument, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.is_non_overlapping_and_dense() || tensor.numel() == 0 ||
-                  elements_are_apart(dims_of(tensor)),
-              op, ": ", argument,
-              " must not overlap itself, since it is written in place, got sizes ", tensor.sizes(),
-              " and strides ", tensor.strides());
-}
-
-void check_apart(const char* op, const char* a_name, const at::Tensor& a, const char* b_name,
-                 const at::Tensor& b) {
-  TORCH_CHECK(tensors_are_apart(a, b), op, ": ", a_name, " and ", b_name,
-              " must not share memory, since both are written in place");
-}
-
-}  // namespace
 
 KVCache KVCache::from(const char* op, const at::Tensor& k_cache, const at::Tensor& v_cache,
                       const at::Tensor& scores, const at::Tensor& positions) {
@@ -94,13 +31,6 @@ KVCache KVCache::from(const char* op, const at::Tensor& k_cache, const at::Tenso
   check_device(op, "scores", scores, "k_cache", k_cache);
   check_device(op, "positions", positions, "k_cache", k_cache);
   if (!k_cache.is_meta()) {
-    const auto check_stride = [op](const char* argument, const at::Tensor& tensor) {
-      TORCH_CHECK(tensor.stride(3) == 1 || tensor.size(3) == 1, op, ": ", argument,
-                  " must have stride 1 in head_dim, since it is written in place, got strides ",
-                  tensor.strides());
-    };
-    check_stride("k_cache", k_cache);
-    check_stride("v_cache", v_cache);
     check_written(op, "k_cache", k_cache);
     check_written(op, "v_cache", v_cache);
     check_written(op, "scores", scores);
@@ -135,8 +65,7 @@ at::Tensor KVCache::cache_len() const { return positions.ge(0).sum(-1); }
 
 void KVCache::mark_written() const {
   for (const at::Tensor* tensor : {&k_cache, &v_cache, &scores, &positions}) {
-    // What was made under inference_mode has no version; autograd refuses to save it anyway.
-    if (!tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
+    h2o::mark_written(*tensor);
   }
 }
 

@@ -12,7 +12,8 @@ static const h2o::Registration registration(std::nullopt, [](torch::Library& m) 
       "num_heavy, "
       "int num_recent, *, str gqa_reduce=\"sum\", float? scale=None, int chunk=1, Tensor? "
       "alibi_slopes=None, "
-      "Tensor? row_budget=None) -> (Tensor output, Tensor evicted)");
+      "Tensor? row_budget=None, Tensor(e!)? k_evicted=None, Tensor(f!)? v_evicted=None) -> (Tensor "
+      "output, Tensor evicted)");
 
   // Store tokens that have a score already and evict until the budget holds.
   m.def(

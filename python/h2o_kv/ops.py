@@ -46,6 +46,8 @@ def attention_decode(
     chunk: int = 1,
     alibi_slopes: Tensor | None = None,
     row_budget: Tensor | None = None,
+    k_evicted: Tensor | None = None,
+    v_evicted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend, score, evict and store, for each new token in turn.
 
@@ -75,6 +77,11 @@ def attention_decode(
         Adds ``slope * (key position - query position)`` to the logits.
     row_budget : Tensor, int32 or int64, [batch, 3], optional
         (num_sink, num_heavy, num_recent) of each row, instead of the three numbers.
+    k_evicted, v_evicted : Tensor, sizes and dtype of ``k_new``, optional, both or neither
+        Written in place: in each column the key and the value of the token that ``evicted`` names
+        there, as its slot held them, so that a step can be undone. A column stays as it is where
+        nobody left, or where the token that left had joined with this very chunk and so never was in
+        a slot (with ``chunk = 1``: where a new token itself left). head_dim must have stride 1.
 
     Returns
     -------
@@ -119,6 +126,8 @@ def attention_decode(
         chunk=chunk,
         alibi_slopes=alibi_slopes,
         row_budget=row_budget,
+        k_evicted=k_evicted,
+        v_evicted=v_evicted,
     )
     return result
 

@@ -105,6 +105,8 @@ def attention_decode(
     chunk: int = 1,
     alibi_slopes: Tensor | None = None,
     row_budget: Tensor | None = None,
+    k_evicted: Tensor | None = None,
+    v_evicted: Tensor | None = None,
     trace: list[Step] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend, score, evict and store: steps 1 to 6 for each new token, or chunk of new tokens.
@@ -136,6 +138,9 @@ def attention_decode(
         Adds slope * (key position - query position) to each logit.
     row_budget : Tensor, int, [batch, 3], optional
         (num_sink, num_heavy, num_recent) of each row, in place of the three numbers.
+    k_evicted, v_evicted : Tensor, as `k_new`, optional, both or neither
+        Key and value of the token that `evicted` names in each column, if it was in a slot. Other
+        columns are left as they are. Written in place.
     trace : list of Step, optional
         One Step is appended for each row, chunk and KV head, in this order.
 
@@ -214,6 +219,11 @@ def attention_decode(
                 )
                 left = decision.left
                 evicted[row, head, columns[0] : columns[0] + len(left)] = torch.tensor(left)
+                if k_evicted is not None and v_evicted is not None:
+                    for column, victim in enumerate(decision.victims, columns[0]):
+                        if victim < len(slots):
+                            k_evicted[row, head, column] = cache.keys[slots[victim]]
+                            v_evicted[row, head, column] = cache.values[slots[victim]]
 
                 # 6.
                 stored = _place(cache, decision, new_keys, new_values)

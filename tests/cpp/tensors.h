@@ -123,6 +123,7 @@ class Snapshot {
     for (const at::Tensor& tensor : {cache.k_cache, cache.v_cache, cache.scores, cache.positions})
       watch(tensor);
   }
+  void watch(const at::Tensor& tensor) { tensors_.emplace_back(tensor, tensor.clone()); }
   bool unchanged() const {
     for (const auto& [tensor, before] : tensors_) {
       if (!same_bits(tensor, before)) return false;
@@ -131,8 +132,6 @@ class Snapshot {
   }
 
  private:
-  void watch(const at::Tensor& tensor) { tensors_.emplace_back(tensor, tensor.clone()); }
-
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;
 };
 

@@ -743,16 +743,76 @@ TEST_CASE("a call reads its inputs and writes the cache alone", "[attention_deco
   }
 }
 
+// ---- What leaves --------------------------------------------------------------------------------
+
+TEST_CASE("what leaves is handed out as its slot held it", "[attention_decode][cpu]") {
+  const at::ScalarType dtype = GENERATE(at::kDouble, at::kFloat, at::kHalf, at::kBFloat16);
+  const int64_t chunk = GENERATE(1, 3), num_recent = GENERATE(0, 2);
+  CAPTURE(dtype, chunk, num_recent);
+  Random random(31);
+  const Call call = random_call(random, 2, 2, 3, 24, 8, dtype);
+  call.position_new.select(0, 1).narrow(0, 0, 5).fill_(-1);  // row 1 begins with padding
+  const EvictionPolicy policy = policy_of(1, 4, num_recent);
+  KVCache cache = KVCache::allocate(2, 2, 5 + num_recent, 8, dtype);
+  const KVCache whole_cache = copy_of(cache), plain_cache = copy_of(cache);
+  const at::Tensor none = at::full(call.k_new.sizes(), 7.0, call.k_new.options());
+  const DecodeOptions whole = {
+      .chunk = chunk, .k_evicted = none.clone(), .v_evicted = none.clone()};
+  const DecodeResult result = decode(whole_cache, call, policy, whole);
+  CHECK(same_result(result, decode(plain_cache, call, policy, {.chunk = chunk})));
+  CHECK(same_state(whole_cache, plain_cache));
+
+  int64_t handed_out = 0, never_stored = 0;
+  for (int64_t first = 0; first < call.num_new(); first += chunk) {
+    // Chunks are counted in a row's own tokens, so each row has them from other columns.
+    for (int64_t row = 0; row < 2; ++row) {
+      const int64_t begin = row == 0 ? first : first + 5;
+      const int64_t count = std::min(chunk, call.num_new() - begin);
+      if (count <= 0) continue;
+      const KVCache before = copy_of(row_of(cache, row));
+      decode(row_of(cache, row), call.row(row).columns(begin, count), policy, {.chunk = chunk});
+      for (int64_t head = 0; head < 2; ++head) {
+        for (int64_t column = begin; column < begin + count; ++column) {
+          const auto at = [&](const at::Tensor& tensor) {
+            return tensor.select(0, row).select(0, head).select(0, column);
+          };
+          const int64_t left = at(result.evicted).item<int64_t>();
+          at::Tensor key = at(none), value = at(none);
+          const std::vector<int64_t> positions =
+              int64s(before.positions.select(0, 0).select(0, head));
+          const auto found = std::find(positions.begin(), positions.end(), left);
+          if (left >= 0 && found != positions.end()) {
+            key = before.k_cache.select(0, 0).select(0, head).select(0, found - positions.begin());
+            value =
+                before.v_cache.select(0, 0).select(0, head).select(0, found - positions.begin());
+            ++handed_out;
+          } else if (left >= 0) {
+            ++never_stored;
+          }
+          CAPTURE(row, head, column, left);
+          CHECK(same_bits(at(*whole.k_evicted), key));
+          CHECK(same_bits(at(*whole.v_evicted), value));
+        }
+      }
+    }
+  }
+  CHECK(same_state(cache, whole_cache));
+  CHECK(handed_out > (num_recent == 0 ? 3 : 20));
+  CHECK((never_stored > 0) == (num_recent == 0 || chunk > num_recent));
+}
+
 TEST_CASE("autograd learns which tensors a call has written", "[attention_decode][cpu]") {
   Random random(27);
   const KVCache cache = KVCache::allocate(1, 1, 4, 8, at::kFloat);
   const Call call = random_call(random, 1, 1, 1, 2, 8);
+  const DecodeOptions options = {.k_evicted = call.k_new.clone(), .v_evicted = call.k_new.clone()};
   const auto versions = [&] {
-    return std::vector<int64_t>{cache.k_cache._version(), cache.v_cache._version(),
-                                cache.scores._version(), cache.positions._version()};
+    return std::vector<int64_t>{cache.k_cache._version(),      cache.v_cache._version(),
+                                cache.scores._version(),       cache.positions._version(),
+                                options.k_evicted->_version(), options.v_evicted->_version()};
   };
   const std::vector<int64_t> before = versions();
-  decode(cache, call, policy_of(0, 4, 0));
+  decode(cache, call, policy_of(0, 4, 0), options);
   for (size_t i = 0; i < before.size(); ++i) {
     CAPTURE(i);
     CHECK(versions()[i] > before[i]);
@@ -893,11 +953,16 @@ struct Good {
     call = random_call(random, 2, 2, 2, 3, 8, at::kFloat, 5);
     options.alibi_slopes = tensor_of({.1, .2, .3, .4}, {4});
     options.row_budget = integers({1, 2, 2, 0, 3, 2}, {2, 3});
+    options.k_evicted = at::zeros({2, 2, 3, 8});
+    options.v_evicted = at::zeros({2, 2, 3, 8});
   }
 
   // What the call says, having checked that it wrote nothing.
   std::string refusal() const {
-    const Snapshot before(cache, {call.query, call.k_new, call.v_new, call.position_new});
+    Snapshot before(cache, {call.query, call.k_new, call.v_new, call.position_new});
+    for (const auto& tensor : {options.k_evicted, options.v_evicted}) {
+      if (tensor) before.watch(*tensor);
+    }
     const std::string message = ::refusal([this] { decode(cache, call, policy, options); });
     CHECK(before.unchanged());
     return message;
@@ -1004,6 +1069,44 @@ TEST_CASE("decode refuses tensors that do not fit, before it writes", "[attentio
     good.options.row_budget = good.options.row_budget->to(at::kFloat);
     message = "row_budget must be int32 or int64, got Float";
   }
+  SECTION("room for the keys that leave, but not for their values") {
+    good.options.v_evicted.reset();
+    message = "k_evicted and v_evicted must be given together, got k_evicted alone";
+  }
+  SECTION("room for values without keys") {
+    good.options.k_evicted.reset();
+    message = "k_evicted and v_evicted must be given together, got v_evicted alone";
+  }
+  SECTION("room for fewer tokens than come") {
+    good.options.k_evicted = at::zeros({2, 2, 2, 8});
+    message =
+        "k_evicted must be [batch, num_kv_heads, num_new, head_dim] = [2, 2, 3, 8], got "
+        "[2, 2, 2, 8]";
+  }
+  SECTION("room for values of another dtype") {
+    good.options.v_evicted = good.options.v_evicted->to(at::kDouble);
+    message = "v_evicted must be float32, got Double";
+  }
+  SECTION("room that is not dense in head_dim") {
+    good.options.v_evicted = at::zeros({2, 2, 3, 16}).slice(3, 0, 16, 2);
+    message =
+        "v_evicted must have stride 1 in head_dim, since it is written in place, got strides "
+        "[96, 48, 16, 2]";
+  }
+  SECTION("one room for all rows") {
+    good.options.k_evicted = at::zeros({1, 2, 3, 8}).expand({2, 2, 3, 8});
+    message =
+        "k_evicted must not overlap itself, since it is written in place, got sizes [2, 2, 3, 8] "
+        "and strides [0, 24, 8, 1]";
+  }
+  SECTION("keys and values in one room") {
+    good.options.v_evicted = good.options.k_evicted;
+    message = "v_evicted and k_evicted must not share memory, since both are written in place";
+  }
+  SECTION("room in the cache") {
+    good.options.k_evicted = good.cache.v_cache.narrow(2, 0, 3);
+    message = "k_evicted and v_cache must not share memory, since both are written in place";
+  }
   CHECK(good.refusal() == "Error: h2o_attention_decode: " + message);
 }
 
@@ -1063,6 +1166,10 @@ TEST_CASE("decode refuses tensors of another device", "[attention_decode][cpu]")
   SECTION("row_budget") {
     good.options.row_budget = good.options.row_budget->to(at::kMeta);
     message = "row_budget must be on the device of k_cache, got meta and cpu";
+  }
+  SECTION("v_evicted") {
+    good.options.v_evicted = good.options.v_evicted->to(at::kMeta);
+    message = "v_evicted must be on the device of k_cache, got meta and cpu";
   }
   CHECK(refusal([&] { decode(good.cache, good.call, good.policy, good.options); }) ==
         "Error: h2o_attention_decode: " + message);
@@ -1152,6 +1259,7 @@ TEST_CASE("the dispatcher's entry refuses what the C++ types cannot hold",
       const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
       const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t,
       std::string_view, std::optional<double>, int64_t, const std::optional<at::Tensor>&,
+      const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
       const std::optional<at::Tensor>&);
   const auto op = c10::Dispatcher::singleton()
                       .findSchemaOrThrow("h2o::h2o_attention_decode", "")
@@ -1162,7 +1270,7 @@ TEST_CASE("the dispatcher's entry refuses what the C++ types cannot hold",
     return refusal([&] {
       op.call(good.call.query, good.cache.k_cache, good.cache.v_cache, good.cache.scores,
               good.cache.positions, good.call.k_new, good.call.v_new, good.call.position_new,
-              num_sink, num_heavy, num_recent, reduce, {}, 1, {}, {});
+              num_sink, num_heavy, num_recent, reduce, {}, 1, {}, {}, {}, {});
     });
   };
   const Snapshot before(good.cache, {});

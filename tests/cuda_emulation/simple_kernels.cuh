@@ -89,8 +89,14 @@ __global__ void simple_decode_step(const __grid_constant__ DecodeStep<T> step, f
   *step.cache.positions.at(row, head, slot) = position;
   *step.cache.scores.at(row, head, slot) = new_score;
   for (int32_t d = 0; d < step.sizes.head_dim; ++d) {
-    step.cache.k.at(row, head, slot)[d] = k_new[d];
-    step.cache.v.at(row, head, slot)[d] = v_new[d];
+    T& key = step.cache.k.at(row, head, slot)[d];
+    T& value = step.cache.v.at(row, head, slot)[d];
+    if (evicts) {
+      step.k_evicted.at(row, head, step.column)[d] = key;
+      step.v_evicted.at(row, head, step.column)[d] = value;
+    }
+    key = k_new[d];
+    value = v_new[d];
   }
 }
 

@@ -75,7 +75,7 @@ struct Problem {
 template <typename T>
 struct OnDevice {
   Problem<T> problem;
-  DeviceBuffer<T> k, v, query, k_new, v_new, output;
+  DeviceBuffer<T> k, v, query, k_new, v_new, output, k_evicted, v_evicted;
   DeviceBuffer<float> scores;
   DeviceBuffer<int32_t> positions, position_new, evicted;
 
@@ -87,6 +87,8 @@ struct OnDevice {
         k_new(from.k_new),
         v_new(from.v_new),
         output(from.query.size()),
+        k_evicted(from.k_new),
+        v_evicted(from.v_new),
         scores(from.scores),
         positions(from.positions),
         position_new(from.position_new),
@@ -121,6 +123,8 @@ struct OnDevice {
     step.terms.scale = 1 / std::sqrt(static_cast<float>(s.head_dim));
     step.output = view(output.data(), q_heads, 1, s.head_dim);
     step.evicted = evicted.data();
+    step.k_evicted = view(k_evicted.data(), s.num_kv_heads, 1, s.head_dim);
+    step.v_evicted = view(v_evicted.data(), s.num_kv_heads, 1, s.head_dim);
     step.aligned = s.head_dim * sizeof(T) % 16 == 0;
     return step;
   }
@@ -154,6 +158,8 @@ void compare_steps(const Shape& shape, int32_t splits, unsigned seed, float tole
   simple_left.resize(heads);
   expect(left == simple_left, what + ": the same leave");
   expect(fast.positions.host() == simple.positions.host(), what + ": positions");
+  expect(close(fast.k_evicted.host(), simple.k_evicted.host(), 0), what + ": the keys that leave");
+  expect(close(fast.v_evicted.host(), simple.v_evicted.host(), 0), what + ": their values");
   expect(close(fast.scores.host(), simple.scores.host(), 2e-5f), what + ": scores");
   expect(close(fast.output.host(), simple.output.host(), tolerance), what + ": output");
   expect(arrivals.host() == std::vector<unsigned>(heads, 0), what + ": arrivals are 0 again");

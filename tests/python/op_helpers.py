@@ -338,7 +338,8 @@ def decode(
     layouts: tuple[str, str] | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Run the operator on `device`; `state`, wherever it is, is what it was left in.
+    """Run the operator on `device`; `state`, wherever it is, is what it was left in, and so are
+    `k_evicted` and `v_evicted`.
 
     `layouts`: one of LAYOUTS and one of CACHE_LAYOUTS, that the operator gets tokens and cache in.
     """
@@ -352,7 +353,11 @@ def decode(
     for name in ("alibi_slopes", "row_budget"):
         if options.get(name) is not None:
             options[name] = options[name].to(device)
+    room = {name: options[name] for name in ("k_evicted", "v_evicted") if name in options}
+    options.update({name: tensor.to(device) for name, tensor in room.items()})
     result = ops.attention_decode(query, *moved, key, value, position, *counts, **options)
+    for name, tensor in room.items():
+        tensor.copy_(options[name])
     if view is not None:
         view.assert_rest_untouched()
     if moved is not state:

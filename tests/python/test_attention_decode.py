@@ -187,18 +187,26 @@ def inputs(p: Problem, dtype: torch.dtype) -> tuple[State, Tokens, dict[str, Any
     return state, tokens, {**options, "row_budget": row_budget}
 
 
+def room_for(tokens: Tokens, layout: str = "contiguous") -> dict[str, Tensor]:
+    """Where the operator puts what leaves, full of sevens."""
+    sevens = torch.full_like(tokens.key, 7, memory_format=torch.contiguous_format)
+    return {name: laid_out(sevens, layout).clone() for name in ("k_evicted", "v_evicted")}
+
+
 @given(problem=problems())
 @settings(deadline=None, derandomize=True, max_examples=500)
 def test_equals_the_reference_in_float64(problem: Problem) -> None:
     p = problem
     state, tokens, options = inputs(p, torch.float64)
     expected = state.clone()
+    room, true_room = room_for(tokens), room_for(tokens)
     true_output, true_evicted, steps = reference_decode(
-        expected, tokens, p.counts, chunk=p.chunk, **options
+        expected, tokens, p.counts, chunk=p.chunk, **true_room, **options
     )
     assume(all(step.margin > 1e-9 for step in steps))
     view = cache_laid_out(state, p.cache_layout)
-    output, evicted = decode(view.state, tokens, p.counts, chunk=p.chunk, **options)
+    output, evicted = decode(view.state, tokens, p.counts, chunk=p.chunk, **room, **options)
+    assert_bitwise([*room.values()], [*true_room.values()])
     assert output.shape == tokens.query.shape
     assert_close(output, true_output, 1e-11)
     view.assert_rest_untouched()
@@ -354,6 +362,75 @@ def test_any_negative_position_is_padding(device: torch.device) -> None:
     output, _ = decode(state, tokens, (0, 2, 2), device)
     assert output[0, 0].any(-1).tolist() == [False, True, False]
     assert state.positions.tolist() == [[[0, -1, -1, -1]]]
+
+
+# --- what leaves --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("recent", [0, 3])
+@pytest.mark.parametrize("chunk", [1, 4, 50])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_leaves_is_handed_out_in_its_own_bits(
+    dtype: torch.dtype, chunk: int, recent: int, layout: str, device: torch.device
+) -> None:
+    counts = (1, 4, recent)
+    tokens = pad(planted_tokens(2, 4, 2, 21, 24, dtype), [[False] * 4 + [True] * 17, [True] * 21])
+    state = State.empty(2, 2, sum(counts) + 1, 24, dtype)
+    plain = state.clone()
+    room = room_for(tokens, layout)
+    result = decode(state, tokens, counts, device, chunk=chunk, **room)
+    # Nothing else depends on it.
+    assert_bitwise([*result, *state], [*decode(plain, tokens, counts, device, chunk=chunk), *plain])
+    # Among the new tokens by position, those that left; none of a chunk can be handed out with it.
+    _, evicted = result
+    handed_out = 0
+    for row in range(2):
+        columns = {p: c for c, p in enumerate(tokens.position[row].tolist()) if p >= 0}
+        order = list(columns.values())
+        for head in range(2):
+            for column, position in enumerate(evicted[row, head].tolist()):
+                own = [tensor[row, head, column] for tensor in room.values()]
+                source = columns.get(position)
+                if source is not None:
+                    same_chunk = order.index(source) // chunk == order.index(column) // chunk
+                    source = None if same_chunk else source
+                if source is None:
+                    assert all((tensor == 7).all() for tensor in own)
+                else:
+                    handed_out += 1
+                    assert_bitwise(own, [t[row, head, source] for t in (tokens.key, tokens.value)])
+    assert (handed_out > 0) == (chunk < 50)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_leaves_a_cache_in_use_equals_the_reference(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    state = random_state(3, 2, 9, 16, dtype, newest=20, full=True)
+    tokens = planted_tokens(3, 4, 2, 7, 16, dtype, start=20)
+    budget = torch.tensor([[1, 4, 4], [0, 9, 0], [2, 1, 2]])
+    for chunk in (1, 3):
+        own, other = state.clone(), state.clone()
+        room, true_room = room_for(tokens), room_for(tokens)
+        options = {"chunk": chunk, "row_budget": budget}
+        _, evicted = decode(own, tokens, (1, 1, 1), device, **options, **room)
+        _, true_evicted, _ = reference_decode(other, tokens, (1, 1, 1), **options, **true_room)
+        assert torch.equal(evicted, true_evicted)
+        assert_bitwise([*room.values()], [*true_room.values()])
+
+
+def test_inputs_may_be_the_room_for_what_leaves(device: torch.device) -> None:
+    results = []
+    for copied in (True, False):
+        state = random_state(1, 2, 6, 16, torch.float32, newest=9, full=True).to(device)
+        tokens = planted_tokens(1, 2, 2, 5, 16, torch.float32, start=9).to(device)
+        room = [tokens.value.clone(), tokens.key.clone()] if copied else [tokens.value, tokens.key]
+        result = ops.attention_decode(
+            tokens.query, *state, *tokens[1:], 0, 3, 3, k_evicted=room[0], v_evicted=room[1]
+        )
+        results.append([*result, *state, *room])
+    assert_bitwise(results[1], results[0])
 
 
 # --- one token at a time, chunks, and the whole prompt ------------------------------------------

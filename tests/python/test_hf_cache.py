@@ -490,25 +490,6 @@ def test_keys_and_values_of_different_head_dim_raise() -> None:
         layer.lazy_initialization(torch.zeros(1, 2, 0, 8), torch.zeros(1, 2, 0, 4))
 
 
-def test_crop_takes_nothing_away() -> None:
-    _, cache = filled(length=20)
-    before = state(cache)
-    for nothing in (0, 20, 25):  # 0 tokens to remove; tokens to keep, as transformers 4 has it.
-        cache.crop(nothing)
-    for something in (-1, 19):
-        with pytest.raises(NotImplementedError, match="asked to remove 1 of 20 tokens"):
-            cache.crop(something)
-    assert all(map(torch.equal, state(cache), before))
-    assert not cache.layers[0].is_croppable
-
-
-def test_assisted_decoding_raises() -> None:
-    model = tiny_model("llama")
-    ids = tokens(1, 6).repeat(1, 4)
-    with pytest.raises((ValueError, NotImplementedError), match="crop"):
-        generate(model, ids, H2OCache(model.config, POLICY), new=20, prompt_lookup_num_tokens=3)
-
-
 def test_the_end_of_learned_positions_raises_before_the_step() -> None:
     model = tiny_model("opt", max_position_embeddings=12)
     cache = H2OCache(model.config, POLICY)

@@ -150,6 +150,22 @@ def test_a_batch_with_rows_of_different_ages_can_be_saved(tmp_path: Path) -> Non
         assert_rows_equal(snapshot(batch, row), snapshot(loaded, row))
 
 
+def test_a_row_that_comes_cannot_be_taken_back() -> None:
+    model = tiny_model("llama")
+    batch = H2OCache(model.config, SMALL, prompt_length=9, max_rollback=3)
+    other = H2OCache(model.config, SMALL)
+    forward(model, tokens(2, 9), batch)
+    forward(model, tokens(1, 9, seed=1), other)
+    step(model, batch, tokens(2, 1))
+    batch.insert(0, other)
+    was = snapshot(batch, 1)
+    with pytest.raises(ValueError, match=r"got 1 with max_rollback=3 and 0 recorded"):
+        batch.crop(-1)
+    step(model, batch, tokens(2, 1))
+    batch.crop(-1)  # what came later can be
+    assert_rows_equal(snapshot(batch, 1), was)
+
+
 def test_what_does_not_fit_raises_and_changes_nothing() -> None:
     model = tiny_model("llama")
     batch = H2OCache(model.config, SMALL)

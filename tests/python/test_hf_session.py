@@ -341,6 +341,7 @@ def test_the_file_is_what_the_documentation_says(tmp_path: Path) -> None:
             "prefill_chunk": 64,
             "prompt_length": 20,
             "dtype": "float16",
+            "max_rollback": None,
         },
     }
     names = ["keys", "values", "scores", "positions", "tokens_seen", "last_evicted"]

@@ -79,7 +79,9 @@ def call_of(op: str, state: State, tokens: Tokens) -> tuple[Any, ...]:
     return (query, key, position, *COUNTS)
 
 
-def options_of(op: str, batch: int, device: torch.device | str) -> dict[str, Any]:
+def options_of(
+    op: str, batch: int, device: torch.device | str, dtype: torch.dtype, num: int = 5
+) -> dict[str, Any]:
     """Every keyword argument, with values that are not the defaults."""
     row_budget = torch.tensor([[0, 3, 1]] * batch, device=device)
     options: dict[str, Any] = {"row_budget": row_budget}
@@ -88,6 +90,8 @@ def options_of(op: str, batch: int, device: torch.device | str) -> dict[str, Any
         options.update(alibi_slopes=slopes, gqa_reduce="max", scale=0.2)
     if op == "decode":
         options["chunk"] = 3
+        like = torch.zeros(batch, 2, num, 16, dtype=dtype, device=device)
+        options.update(k_evicted=like, v_evicted=laid_out(like, "transposed").clone())
     return options
 
 
@@ -106,6 +110,8 @@ def test_the_schema_only_gains_keyword_arguments_with_defaults(op: str) -> None:
     assert all(a.kwarg_only for a in schema.arguments[len(agreed.arguments) :])
     mutated = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
     expected = set() if op == "select" else {"k_cache", "v_cache", "scores", "positions"}
+    if op == "decode":
+        expected |= {"k_evicted", "v_evicted"}
     assert mutated == expected
 
 
@@ -137,7 +143,7 @@ def test_opcheck(
     device: torch.device,
 ) -> None:
     args = call_of(op, *inputs(dtype, layout, cache_layout, device))
-    kwargs = options_of(op, 2, device) if options else {}
+    kwargs = options_of(op, 2, device, dtype) if options else {}
     results = torch.library.opcheck(operator(op).default, args, kwargs, test_utils=UTILITIES)
     assert set(results.values()) == {"SUCCESS"}, results
 
@@ -182,7 +188,7 @@ def test_meta_gives_sizes_strides_and_dtypes_of_the_real_result(
             tokens = tokens._replace(query=one.expand(2, 4, num, 16))
         else:
             state, tokens = inputs(dtype, layout, "interleaved", device, num)
-        args, kwargs = call_of(op, state, tokens), options_of(op, 2, device)
+        args, kwargs = call_of(op, state, tokens), options_of(op, 2, device, dtype, num)
         meta_kwargs = {k: to_meta(v) for k, v in kwargs.items()}
         meta = tensors_of(operator(op)(*(to_meta(a) for a in args), **meta_kwargs))
         real = tensors_of(operator(op)(*args, **kwargs))
@@ -255,13 +261,13 @@ def test_inference_tensors_as_inputs(device: torch.device) -> None:
 @pytest.mark.parametrize("op", ["decode", "evict"])
 def test_the_version_of_what_is_written_grows(op: str, device: torch.device) -> None:
     state, tokens = inputs(device=device)
-    args = call_of(op, state, tokens)
-    before = [a._version if isinstance(a, Tensor) else 0 for a in args]
-    operator(op)(*args)
-    written = {id(t) for t in state}
-    for argument, version in zip(args, before, strict=True):
-        if isinstance(argument, Tensor):
-            assert (argument._version > version) == (id(argument) in written)
+    args, options = call_of(op, state, tokens), options_of(op, 2, device, torch.float32)
+    tensors = [a for a in (*args, *options.values()) if isinstance(a, Tensor)]
+    before = [tensor._version for tensor in tensors]
+    operator(op)(*args, **options)
+    written = {id(t) for t in state} | {id(options.get(f"{n}_evicted")) for n in "kv"}
+    for tensor, version in zip(tensors, before, strict=True):
+        assert (tensor._version > version) == (id(tensor) in written)
 
 
 def test_autograd_notices_that_a_saved_tensor_was_written(device: torch.device) -> None:
@@ -363,12 +369,16 @@ def decode_then_evict(
 ) -> tuple[Tensor, ...]:
     """A step, a cut to a smaller budget, and what a program might do with the result."""
     state = (k_cache, v_cache, scores, positions)
-    output, evicted = operator("decode")(query * 2, *state, key, value, position, 1, 2, 3, chunk=2)
+    room = {"k_evicted": torch.zeros_like(key), "v_evicted": torch.zeros_like(value)}
+    output, evicted = operator("decode")(
+        query * 2, *state, key, value, position, 1, 2, 3, chunk=2, **room
+    )
     none = key[:, :, :0]
     cut = operator("evict")(*state, none, none, scores[:, :, :0], position[:, :0], 1, 2, 1)
     largest = torch.where(positions >= 0, scores, 0).amax(-1)
     selected, selected_scores = operator("select")(query, key, position, 0, 2, 1)
-    return output + 1, evicted, cut, largest, scores * 2, selected, selected_scores
+    left = (evicted, room["k_evicted"] * 2, room["v_evicted"] * 2, cut)
+    return output + 1, *left, largest, scores * 2, selected, selected_scores
 
 
 @pytest.mark.parametrize(

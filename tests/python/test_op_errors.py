@@ -299,6 +299,69 @@ def sharing(a_name: str, b_name: str) -> Arguments:
     return made
 
 
+def room(**changed: Tensor | None) -> Callable[[Arguments], Arguments]:
+    """Room for what leaves, some of it changed."""
+    return lambda a: {f"{n}_evicted": torch.zeros(2, 2, 3, 8) for n in "kv"} | changed
+
+
+def evicted_cases() -> list[Case]:
+    new = "[batch, num_kv_heads, num_new, head_dim] = [2, 2, 3, 8]"
+    together = "k_evicted and v_evicted must be given together"
+    in_place = "since it is written in place"
+    return [
+        Case("decode", f"{{op}}: {together}, got k_evicted alone", room(v_evicted=None)),
+        Case("decode", f"{{op}}: {together}, got v_evicted alone", room(k_evicted=None)),
+        Case(
+            "decode",
+            f"{{op}}: k_evicted must be {new}, got [2, 2, 8]",
+            room(k_evicted=torch.zeros(2, 2, 8)),
+        ),
+        Case(
+            "decode",
+            f"{{op}}: v_evicted must be {new}, got [2, 4, 3, 8]",
+            room(v_evicted=torch.zeros(2, 4, 3, 8)),
+        ),
+        Case(
+            "decode",
+            "{op}: k_evicted must be float32, got BFloat16",
+            room(k_evicted=torch.zeros(2, 2, 3, 8, dtype=torch.bfloat16)),
+        ),
+        Case(
+            "decode",
+            f"{{op}}: v_evicted must have stride 1 in head_dim, {in_place}, got strides "
+            "[48, 24, 1, 3]",
+            room(v_evicted=torch.zeros(2, 2, 8, 3).transpose(2, 3)),
+            where="memory",
+        ),
+        Case(
+            "decode",
+            f"{{op}}: k_evicted must not overlap itself, {in_place}, got sizes [2, 2, 3, 8] and "
+            "strides [24, 0, 8, 1]",
+            room(k_evicted=torch.zeros(2, 1, 3, 8).expand(2, 2, 3, 8)),
+            where="memory",
+        ),
+        Case(
+            "decode",
+            "{op}: v_evicted and k_evicted must not share memory, since both are written in place",
+            lambda a: dict.fromkeys(("k_evicted", "v_evicted"), torch.zeros(2, 2, 3, 8)),
+            where="memory",
+        ),
+        *(
+            Case(
+                "decode",
+                f"{{op}}: {name} and {state} must not share memory, since both are written in "
+                "place",
+                lambda a, name=name, state=state: (
+                    room()(a) | {name: a[state].view(-1)[: 2 * 2 * 3 * 8].view(2, 2, 3, 8)}
+                ),
+                where="memory",
+            )
+            for name in ("k_evicted", "v_evicted")
+            for state in ("k_cache", "v_cache")
+        ),
+    ]
+
+
 def decode_cases() -> list[Case]:
     query = "[batch, num_q_heads, num_new, head_dim]"
     return [
@@ -322,6 +385,7 @@ def decode_cases() -> list[Case]:
             "{op}: query must be float32, got Double",
             lambda a: {"query": a["query"].double()},
         ),
+        *evicted_cases(),
         Case("decode", "{op}: chunk must be >= 1, got 0", lambda a: {"chunk": 0}, ValueError),
         Case("decode", "{op}: chunk must be >= 1, got -4", lambda a: {"chunk": -4}, ValueError),
     ]
@@ -534,7 +598,11 @@ def run_wrong(
     call.update(case.change(call))
     if device.type != "cpu":
         call = moved(call, device)
-    written = [(name, memory(call[name])) for name in STATE if name in call]
+    written = [
+        (name, memory(call[name]))
+        for name in (*STATE, "k_evicted", "v_evicted")
+        if call.get(name) is not None
+    ]
     before = [tensor.clone() for _, tensor in written]
     with pytest.raises(case.error) as caught:
         operator(op)(**call)
@@ -577,6 +645,8 @@ DEVICES = [
     *((op, name, "k_cache") for op in ("decode", "evict") for name in ("v_new", "position_new")),
     *((op, "row_budget", "k_cache") for op in ("decode", "evict")),
     ("decode", "query", "k_cache"),
+    ("decode", "k_evicted", "k_cache"),
+    ("decode", "v_evicted", "k_cache"),
     ("decode", "alibi_slopes", "query"),
     ("evict", "scores_new", "k_cache"),
     ("select", "key", "query"),
@@ -593,6 +663,8 @@ def test_tensors_on_two_devices_are_refused(
     call = arguments(op)
     if op != "evict":
         call["alibi_slopes"] = torch.ones(4)
+    if op == "decode":
+        call.update(room()(call))
     call["row_budget"] = torch.tensor([[1, 2, 3]] * 2)
     call = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in call.items()}
     before = [call[state].clone() for state in STATE if state in call]

@@ -71,6 +71,26 @@ def test_with_a_fifth_every_layer_equals_the_reference(text: Tensor, prefill: st
 
 
 @pytest.mark.usefixtures("two_threads")
+def test_prompt_lookup_gives_the_text_that_greedy_decoding_gives(
+    model: Any, tokenizer: Any
+) -> None:
+    goods = ["apples", "pears", "plums", "grapes", "figs"]
+    lines = [
+        f"Day {i + 1}: the keeper sold {goods[i % 5]} and {goods[(i + 2) % 5]}." for i in range(45)
+    ]
+    prompt = tokenizer("\n".join(lines), return_tensors="pt").input_ids
+    length = prompt.shape[1]
+    assert length > 550
+    policy = EvictionPolicy(heavy_ratio=0.1, recent_ratio=0.1)
+    expected = generate(model, prompt, H2OCache(model.config, policy), new=40)
+    cache = H2OCache(model.config, policy, prompt_length=length, max_rollback=10)
+    with recorded() as recording:
+        text = generate(model, prompt, cache, new=40, prompt_lookup_num_tokens=10)
+    assert text[:, :40].tolist() == expected.tolist()
+    assert len(recording.calls[0]) < 25  # forwards: the other tokens are drafts that were right
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_heavy_hitters_predict_the_text_where_recent_tokens_alone_fail(
     model: Any, text: Tensor
 ) -> None:

@@ -32,7 +32,7 @@ DecodeResult attention_decode(const at::Tensor& query, const KVCache& cache,
       op.call(query, cache.k_cache, cache.v_cache, cache.scores, cache.positions, k_new, v_new,
               position_new, budget.num_sink, budget.num_heavy, budget.num_recent,
               to_string(policy.gqa_reduce()), options.scale, options.chunk, options.alibi_slopes,
-              options.row_budget);
+              options.row_budget, options.k_evicted, options.v_evicted);
   return {std::move(output), std::move(evicted)};
 }
 

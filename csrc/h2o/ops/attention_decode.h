@@ -16,6 +16,11 @@ struct DecodeOptions {
   std::optional<at::Tensor> alibi_slopes = std::nullopt;  // [num_q_heads]
   // [batch, 3] integers: num_sink, num_heavy, num_recent of each row, instead of the policy's.
   std::optional<at::Tensor> row_budget = std::nullopt;
+  // [batch, num_kv_heads, num_new, head_dim], both or neither, written in place: column by column
+  // the key and the value of the token that `evicted` names there, as its slot held them. A column
+  // is left as it is where nobody left, or where the token that left had joined with this very
+  // chunk and so never was in a slot.
+  std::optional<at::Tensor> k_evicted = std::nullopt, v_evicted = std::nullopt;
 };
 
 struct DecodeResult {

@@ -3,7 +3,9 @@
 #include <ATen/ops/empty_like.h>
 
 #include <cmath>
+#include <initializer_list>
 #include <stdexcept>
+#include <utility>
 
 #include "h2o/eviction_policy.h"
 #include "h2o/ops/checks.h"
@@ -45,16 +47,55 @@ void check_new_tokens(const char* op, const KVCache& cache, const at::Tensor& k_
   check_device(op, "position_new", position_new, "k_cache", cache.k_cache);
 }
 
+// Room for what leaves: like the new tokens, but written in place.
+void check_evicted(const char* op, const KVCache& cache, const at::Tensor& k_new,
+                   const std::optional<at::Tensor>& k_evicted,
+                   const std::optional<at::Tensor>& v_evicted) {
+  TORCH_CHECK(k_evicted.has_value() == v_evicted.has_value(), op,
+              ": k_evicted and v_evicted must be given together, got ",
+              k_evicted ? "k_evicted" : "v_evicted", " alone");
+  if (!k_evicted) return;
+  for (const auto& [name, tensor] :
+       {std::pair("k_evicted", &*k_evicted), {"v_evicted", &*v_evicted}}) {
+    check_sizes(op, name, *tensor, kNewTokens,
+                {k_new.sym_size(0), k_new.sym_size(1), k_new.sym_size(2), k_new.sym_size(3)});
+    check_dtype(op, name, *tensor, cache.k_cache.scalar_type());
+    check_device(op, name, *tensor, "k_cache", cache.k_cache);
+    if (cache.k_cache.is_meta()) continue;
+    check_written(op, name, *tensor);
+    for (const auto& [other_name, other] : {std::pair("k_cache", &cache.k_cache),
+                                            {"v_cache", &cache.v_cache},
+                                            {"scores", &cache.scores},
+                                            {"positions", &cache.positions}}) {
+      check_apart(op, name, *tensor, other_name, *other);
+    }
+  }
+  if (!cache.k_cache.is_meta()) check_apart(op, "v_evicted", *v_evicted, "k_evicted", *k_evicted);
+}
+
 }  // namespace
 
-DecodeCall DecodeCall::check(const at::Tensor& query, const at::Tensor& k_cache,
-                             const at::Tensor& v_cache, const at::Tensor& scores,
-                             const at::Tensor& positions, const at::Tensor& k_new,
-                             const at::Tensor& v_new, const at::Tensor& position_new,
-                             int64_t num_sink, int64_t num_heavy, int64_t num_recent,
-                             std::string_view gqa_reduce, std::optional<double> scale,
-                             int64_t chunk, const std::optional<at::Tensor>& alibi_slopes,
-                             const std::optional<at::Tensor>& row_budget) {
+at::Tensor DecodeCall::readable(const at::Tensor& input) const {
+  const std::initializer_list<const at::Tensor*> state = {&cache.k_cache, &cache.v_cache,
+                                                          &cache.scores, &cache.positions};
+  const at::Tensor read = readable_input(input, state);
+  return k_evicted ? readable_input(read, {&*k_evicted, &*v_evicted}) : read;
+}
+
+void DecodeCall::mark_written() const {
+  cache.mark_written();
+  if (!k_evicted) return;
+  h2o::mark_written(*k_evicted);
+  h2o::mark_written(*v_evicted);
+}
+
+DecodeCall DecodeCall::check(
+    const at::Tensor& query, const at::Tensor& k_cache, const at::Tensor& v_cache,
+    const at::Tensor& scores, const at::Tensor& positions, const at::Tensor& k_new,
+    const at::Tensor& v_new, const at::Tensor& position_new, int64_t num_sink, int64_t num_heavy,
+    int64_t num_recent, std::string_view gqa_reduce, std::optional<double> scale, int64_t chunk,
+    const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& row_budget,
+    const std::optional<at::Tensor>& k_evicted, const std::optional<at::Tensor>& v_evicted) {
   constexpr const char* kOp = "h2o_attention_decode";
   constexpr const char* kQuery = "[batch, num_q_heads, num_new, head_dim]";
   const KVCache cache = KVCache::from(kOp, k_cache, v_cache, scores, positions);
@@ -70,6 +111,7 @@ DecodeCall DecodeCall::check(const at::Tensor& query, const at::Tensor& k_cache,
   TORCH_CHECK_VALUE(chunk >= 1, kOp, ": chunk must be >= 1, got ", chunk);
   check_alibi_slopes(kOp, alibi_slopes, query);
   check_row_budget(kOp, row_budget, "k_cache", k_cache);
+  check_evicted(kOp, cache, k_new, k_evicted, v_evicted);
   return {query,
           cache,
           k_new,
@@ -80,7 +122,9 @@ DecodeCall DecodeCall::check(const at::Tensor& query, const at::Tensor& k_cache,
           checked_scale(kOp, scale, query),
           chunk,
           alibi_slopes,
-          row_budget};
+          row_budget,
+          k_evicted,
+          v_evicted};
 }
 
 EvictCall EvictCall::check(const at::Tensor& k_cache, const at::Tensor& v_cache,

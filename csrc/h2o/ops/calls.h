@@ -23,17 +23,22 @@ struct DecodeCall {
   GqaReduce gqa_reduce;
   double scale;
   int64_t chunk;
-  std::optional<at::Tensor> alibi_slopes;  // [num_q_heads]
-  std::optional<at::Tensor> row_budget;    // [batch, 3]
+  std::optional<at::Tensor> alibi_slopes;          // [num_q_heads]
+  std::optional<at::Tensor> row_budget;            // [batch, 3]
+  std::optional<at::Tensor> k_evicted, v_evicted;  // as k_new, written; both or neither
 
-  static DecodeCall check(const at::Tensor& query, const at::Tensor& k_cache,
-                          const at::Tensor& v_cache, const at::Tensor& scores,
-                          const at::Tensor& positions, const at::Tensor& k_new,
-                          const at::Tensor& v_new, const at::Tensor& position_new, int64_t num_sink,
-                          int64_t num_heavy, int64_t num_recent, std::string_view gqa_reduce,
-                          std::optional<double> scale, int64_t chunk,
-                          const std::optional<at::Tensor>& alibi_slopes,
-                          const std::optional<at::Tensor>& row_budget);
+  // `input` as readable_input() has it beside all that this call writes.
+  at::Tensor readable(const at::Tensor& input) const;
+  // Tells autograd of it.
+  void mark_written() const;
+
+  static DecodeCall check(
+      const at::Tensor& query, const at::Tensor& k_cache, const at::Tensor& v_cache,
+      const at::Tensor& scores, const at::Tensor& positions, const at::Tensor& k_new,
+      const at::Tensor& v_new, const at::Tensor& position_new, int64_t num_sink, int64_t num_heavy,
+      int64_t num_recent, std::string_view gqa_reduce, std::optional<double> scale, int64_t chunk,
+      const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& row_budget,
+      const std::optional<at::Tensor>& k_evicted, const std::optional<at::Tensor>& v_evicted);
 };
 
 struct EvictCall {
@@ -79,19 +84,18 @@ using SelectOutputs = std::tuple<at::Tensor, at::Tensor>;  // selected, scores
 
 // What the dispatcher calls for one device: checks, then `kernel`, then word of what was written.
 template <DecodeOutputs (*kernel)(const DecodeCall&)>
-DecodeOutputs decode_entry(const at::Tensor& query, const at::Tensor& k_cache,
-                           const at::Tensor& v_cache, const at::Tensor& scores,
-                           const at::Tensor& positions, const at::Tensor& k_new,
-                           const at::Tensor& v_new, const at::Tensor& position_new,
-                           int64_t num_sink, int64_t num_heavy, int64_t num_recent,
-                           std::string_view gqa_reduce, std::optional<double> scale, int64_t chunk,
-                           const std::optional<at::Tensor>& alibi_slopes,
-                           const std::optional<at::Tensor>& row_budget) {
-  const DecodeCall call = DecodeCall::check(query, k_cache, v_cache, scores, positions, k_new,
-                                            v_new, position_new, num_sink, num_heavy, num_recent,
-                                            gqa_reduce, scale, chunk, alibi_slopes, row_budget);
+DecodeOutputs decode_entry(
+    const at::Tensor& query, const at::Tensor& k_cache, const at::Tensor& v_cache,
+    const at::Tensor& scores, const at::Tensor& positions, const at::Tensor& k_new,
+    const at::Tensor& v_new, const at::Tensor& position_new, int64_t num_sink, int64_t num_heavy,
+    int64_t num_recent, std::string_view gqa_reduce, std::optional<double> scale, int64_t chunk,
+    const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& row_budget,
+    const std::optional<at::Tensor>& k_evicted, const std::optional<at::Tensor>& v_evicted) {
+  const DecodeCall call = DecodeCall::check(
+      query, k_cache, v_cache, scores, positions, k_new, v_new, position_new, num_sink, num_heavy,
+      num_recent, gqa_reduce, scale, chunk, alibi_slopes, row_budget, k_evicted, v_evicted);
   auto result = kernel(call);
-  call.cache.mark_written();
+  call.mark_written();
   return result;
 }
 

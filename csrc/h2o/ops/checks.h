@@ -37,6 +37,15 @@ void check_row_budget(const char* op, const std::optional<at::Tensor>& row_budge
 void check_alibi_slopes(const char* op, const std::optional<at::Tensor>& slopes,
                         const at::Tensor& query);
 
+// What an operator writes in place, on a device that has memory: a tensor of vectors
+// ([..., head_dim]) or of numbers, no two elements of which are one.
+void check_written(const char* op, const char* argument, const at::Tensor& tensor);
+// Two of them.
+void check_apart(const char* op, const char* a_name, const at::Tensor& a, const char* b_name,
+                 const at::Tensor& b);
+// Tells autograd that `tensor` was written, so that it notices if it had saved it.
+void mark_written(const at::Tensor& tensor);
+
 // The dtype of scores beside a cache of `cache_dtype`.
 inline at::ScalarType score_dtype(at::ScalarType cache_dtype) {
   return cache_dtype == at::kDouble ? at::kDouble : at::kFloat;

@@ -125,6 +125,8 @@ def h2o_attention_forward(
         )
     layer.take_over(getattr(module, "config", None))
     _check_inference(module, dropout)
+    if layer.journal is not None:
+        _check_continues(layer.columns_seen, key.shape[2], kwargs.get("position_ids"))
     tokens = layer.columns_seen + key.shape[2]
     # Some models (PhiMoE, Moshi) tell the window to their mask function and transformers' cache
     # alone; neither has a say here.
@@ -247,6 +249,21 @@ def _check_inference(module: torch.nn.Module, dropout: float) -> None:
         )
     if getattr(module, "is_causal", True) is False:
         raise NotImplementedError("H2OCache: attention must be causal, got is_causal=False")
+
+
+def _check_continues(seen: int, num_new: int, position_ids: Tensor | None) -> None:
+    """Refuse a conversation that comes again from its start, as if the cache were empty.
+
+    transformers 5.24 passes the whole input when assisted decoding begins with a cache that has
+    seen tokens. Then the last of more tokens than were seen has a position within this forward.
+    """
+    if 0 < seen < num_new and position_ids is not None and position_ids[..., -1].max() < num_new:
+        raise ValueError(
+            f"H2OCache: the new tokens must follow the {seen} that were seen, got {num_new} whose "
+            "positions begin at 0 again. This release of transformers passes the whole conversation "
+            "to assisted decoding although the cache holds its beginning: use a new cache or "
+            "reset() for each call, or decode second turns without drafts"
+        )
 
 
 def _check_argument(name: str, argument: Any, tokens: int) -> None:

@@ -36,15 +36,18 @@ class CacheBytes:
         Keys and values.
     bookkeeping : int
         Scores and positions.
+    journal : int
+        What `crop` could take back, while forwards are recorded.
     """
 
     kv: int
     bookkeeping: int
+    journal: int = 0
 
     @property
     def total(self) -> int:
         """Their sum."""
-        return self.kv + self.bookkeeping
+        return self.kv + self.bookkeeping + self.journal
 
 
 class H2OCache(Cache):  # type: ignore[misc]
@@ -69,10 +72,17 @@ class H2OCache(Cache):  # type: ignore[misc]
         Tokens that join together in a streaming prefill, counted in the real tokens of each row.
     prompt_length : int or sequence of int, optional
         Real tokens of the prompt, of every row or of each, that ratios are taken of. Needed when
-        the prompt arrives in several forwards (`prefill_chunk_size` of generate, or by hand);
-        counts need none.
+        the prompt arrives in several forwards (`prefill_chunk_size` of generate, or by hand), and
+        for assisted decoding, which passes the prompt and its first drafts together; counts alone
+        need none.
     dtype : torch.dtype, optional
         Of keys and values in the cache. Default: that of the first keys and values.
+    max_rollback : int, optional
+        Tokens that `crop` can take back: at least the drafts that assisted decoding verifies in one
+        forward. A number records from the first forward on, which transformers before 5.14 needs,
+        since it does not ask; 0 never does. By default recording starts when transformers asks
+        for it, with 32. While it lasts, forwards of up to max_rollback + 1 tokens past the prompt
+        are steps, one token after the other, and the first forward needs prompt_length.
 
     Raises
     ------
@@ -115,6 +125,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         prefill_chunk: int = 64,
         prompt_length: int | Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
+        max_rollback: int | None = None,
     ) -> None:
         decoder = _decoder_config(config)
         if not isinstance(policy, EvictionPolicy):
@@ -128,6 +139,10 @@ class H2OCache(Cache):  # type: ignore[misc]
             error = ValueError if isinstance(dtype, torch.dtype) else TypeError
             names = ", ".join(map(str, _DTYPES))
             raise error(f"H2OCache: dtype must be one of {names}, got {dtype!r}")
+        if max_rollback is not None:
+            max_rollback = _count("H2OCache: max_rollback", max_rollback)
+            if max_rollback < 0:
+                raise ValueError(f"H2OCache: max_rollback must be >= 0, got {max_rollback}")
         self._settings = Settings(
             config=decoder,
             policy=policy,
@@ -135,6 +150,7 @@ class H2OCache(Cache):  # type: ignore[misc]
             prefill_chunk=prefill_chunk,
             prompt_length=_prompt_length(prompt_length),
             dtype=dtype,
+            max_rollback=max_rollback,
             max_positions=getattr(decoder, _LEARNED_POSITIONS.get(decoder.model_type, ""), None),
             whole_masks=_builds_whole_masks(decoder),
         )
@@ -212,14 +228,59 @@ class H2OCache(Cache):  # type: ignore[misc]
                 f'cache; every layer must run attn_implementation="{ATTENTION_NAME}" (after an '
                 "interrupted forward: reset())"
             )
-        if layer_idx == 0 and self.layers[0].columns_seen != self.layers[-1].columns_seen:
-            raise RuntimeError(
-                f"H2OCache: all {num_layers} layers must have seen the same tokens, got layer 0 at "
-                f"{self.layers[0].columns_seen}, layer {num_layers - 1} at "
-                f"{self.layers[-1].columns_seen}; the model has fewer layers than the cache, or a "
-                "forward stopped half-way: reset()"
-            )
+        if layer_idx == 0:
+            self._check_in_step()
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def _check_in_step(self) -> None:
+        first, last = self.layers[0].columns_seen, self.layers[-1].columns_seen
+        if first != last:
+            raise RuntimeError(
+                f"H2OCache: all {len(self.layers)} layers must have seen the same tokens, got layer "
+                f"0 at {first}, layer {len(self.layers) - 1} at {last}; the model has fewer layers "
+                "than the cache, or a forward stopped half-way: reset()"
+            )
+
+    def activate_past_recording(self) -> None:
+        """Record forwards from now on, so that `crop` can undo them; transformers 5 calls this.
+
+        Raises
+        ------
+        ValueError
+            max_rollback is 0.
+        """
+        for layer in self.layers:
+            layer.activate_past_recording()
+
+    def deactivate_past_recording(self) -> None:
+        """Stop it, and forget what could be undone."""
+        for layer in self.layers:
+            layer.record_past = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens of every row: afterwards they have never been seen.
+
+        The state is that of a cache that saw the other tokens alone, in every bit.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            <= 0: minus the number of tokens to remove; > 0 (transformers 4): tokens to keep.
+            Padding counts.
+
+        Raises
+        ------
+        RuntimeError
+            Nothing is recorded, or a forward stopped half-way. Nothing is changed.
+        ValueError
+            More tokens would be removed than max_rollback, or than are recorded since the prompt.
+            Nothing is changed.
+        """
+        self._check_in_step()
+        for layer in self.layers:
+            layer.check_crop(tokens_to_remove)
+        for layer in self.layers:
+            layer.crop(tokens_to_remove)
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """-1: a cache of any budget takes any number of tokens."""
@@ -232,13 +293,15 @@ class H2OCache(Cache):  # type: ignore[misc]
         ]
 
     def nbytes(self) -> CacheBytes:
-        """Bytes allocated; they do not grow with the tokens seen."""
-        kv = bookkeeping = 0
+        """Bytes allocated; they do not grow with the tokens seen (`journal`: beyond its bound)."""
+        kv = bookkeeping = journal = 0
         for layer in self.layers:
             if layer.is_initialized:
                 kv += _nbytes(layer.keys) + _nbytes(layer.values)
                 bookkeeping += _nbytes(layer.scores) + _nbytes(layer.positions)
-        return CacheBytes(kv=kv, bookkeeping=bookkeeping)
+            if layer.journal is not None:
+                journal += layer.journal.nbytes
+        return CacheBytes(kv=kv, bookkeeping=bookkeeping, journal=journal)
 
     def insert(self, row: int, other: H2OCache, source: int = 0) -> None:
         """Row `row` of a running batch becomes row `source` of `other`; no other row changes.

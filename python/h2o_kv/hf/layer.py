@@ -19,6 +19,7 @@ from torch.fx.experimental.sym_node import DynamicInt
 from transformers.cache_utils import CacheLayerMixin
 
 from h2o_kv._C import Budget, EvictionPolicy
+from h2o_kv.hf.journal import Entry, Forward, Journal
 
 __all__ = [
     "ATTENTION_NAME",
@@ -50,9 +51,12 @@ _MODEL_SHAPE = (
 _SLOT_STATE = ("keys", "values", "scores", "positions")
 _ROW_STATE = (*_SLOT_STATE, "tokens_seen", "row_budget")
 # Settings that are keyword arguments of H2OCache.
-OPTIONS = ("prefill", "prefill_chunk", "prompt_length", "dtype")
+OPTIONS = ("prefill", "prefill_chunk", "prompt_length", "dtype", "max_rollback")
 # With the one that every step makes anew, all tensors of a layer: what is copied and saved.
 STATE_TENSORS = (*_ROW_STATE, "last_evicted")
+# Tokens that can be taken back where nobody has said how many: transformers drafts 20 at most, unless
+# it is told otherwise.
+_MAX_ROLLBACK = 32
 # The one overload, found once.
 _attention_decode = torch.ops.h2o.h2o_attention_decode.default
 
@@ -67,6 +71,7 @@ class Settings:
     prefill_chunk: int
     prompt_length: int | tuple[int, ...] | None
     dtype: torch.dtype | None
+    max_rollback: int | None
     max_positions: int | None
     whole_masks: bool
 
@@ -152,12 +157,13 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         (num_sink, num_heavy, num_recent) of each row where they differ.
     last_evicted : Tensor, int32, [batch, num_kv_heads, num_new], or None
         Positions that left in the last forward, -1 = none; see h2o_attention_decode.
+    journal : Journal or None
+        What `crop` can take back, while forwards are recorded.
     """
 
     is_sliding = False
     # True would make generate() compile the decode step by itself on CUDA; not offered yet.
     is_compileable = False
-    is_croppable = False
 
     def __init__(self, settings: Settings, handover: Handover, layer_idx: int) -> None:
         super().__init__()
@@ -169,11 +175,15 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         self.positions: Tensor | None = None
         self.tokens_seen: Tensor | None = None
         self.columns_seen = 0
-        self.budget: Budget | None = None
+        self.budget = None
         self.row_budget: Tensor | None = None
         self.last_evicted: Tensor | None = None
+        self.journal: Journal | None = None
+        self._in_prompt = True  # While recording: whether some row's prompt may still go on.
+        self._record_from_the_start()
         self._handover = handover
         self._known_config = settings.config
+        self._gqa_reduce = settings.policy.gqa_reduce
         self._window: int | None = None
         self._one: Tensor | None = None  # int32, [1]: torch adds it faster than a number.
 
@@ -190,6 +200,17 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
     def v_cache(self) -> Tensor | None:
         """Values, [batch, num_kv_heads, capacity, head_dim]."""
         return self.values
+
+    @property
+    def budget(self) -> Budget | None:
+        """Budget of every row, or the largest one where they differ."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: Budget | None) -> None:
+        self._budget = budget
+        # As the operator takes it: a step does not ask C++ for each.
+        self._counts: tuple[int, ...] = () if budget is None else tuple(budget)
 
     @property
     def supports_early_init(self) -> bool:
@@ -286,33 +307,49 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         assert self.keys is not None
         assert self.tokens_seen is not None
-        assert self.budget is not None
 
         position_new, added = self._number(real, num_new)
         dtype = self.keys.dtype
-        output, evicted = _attention_decode(
-            _cast(query, dtype),
+        tokens = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
+        if self.journal is None:
+            chunk = self._chunk(num_new)
+            output, self.last_evicted = self._step(*tokens, position_new, scale, chunk)
+            self.tokens_seen.add_(added)
+        else:
+            output = self._recorded_step(self.journal, *tokens, position_new, added, scale)
+        self.columns_seen += num_new
+        if num_new > 1 and not torch.compiler.is_compiling():
+            self.columns_seen = _Variable(self.columns_seen)
+        return _cast(output, query.dtype).transpose(1, 2).contiguous()
+
+    def _step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position_new: Tensor,
+        scale: float | None,
+        chunk: int,
+        **room: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Call h2o_attention_decode on the state of this layer; `room`: k_evicted and v_evicted."""
+        result: tuple[Tensor, Tensor] = _attention_decode(
+            query,
             self.keys,
             self.values,
             self.scores,
             self.positions,
-            _cast(key, dtype),
-            _cast(value, dtype),
+            key,
+            value,
             position_new,
-            self.budget.num_sink,
-            self.budget.num_heavy,
-            self.budget.num_recent,
-            gqa_reduce=self.settings.policy.gqa_reduce,
+            *self._counts,
+            gqa_reduce=self._gqa_reduce,
             scale=scale,
-            chunk=self._chunk(num_new),
+            chunk=chunk,
             row_budget=self.row_budget,
+            **room,
         )
-        self.tokens_seen.add_(added)
-        self.columns_seen += num_new
-        if num_new > 1 and not torch.compiler.is_compiling():
-            self.columns_seen = _Variable(self.columns_seen)
-        self.last_evicted = evicted
-        return _cast(output, query.dtype).transpose(1, 2).contiguous()
+        return result
 
     def _number(self, real: Tensor | None, num_new: int) -> tuple[Tensor, Tensor | int]:
         """Positions of the new tokens, int32 [batch, num_new], and how many of each row are real.
@@ -365,6 +402,235 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
                     f"got another pattern of shape {list(attention_mask.shape)}"
                 )
         return real.expand(batch, num_new)
+
+    # ---- Steps that can be taken back.
+
+    def _recorded_step(
+        self,
+        journal: Journal,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position_new: Tensor,
+        added: Tensor | int,
+        scale: float | None,
+    ) -> Tensor:
+        """Do the step of `attend`, so that `crop` can undo it.
+
+        Tokens of the prompt join as the cache's prefill says, and so do those of a forward that is
+        too long to consist of drafts; all others join one by one and are recorded.
+        """
+        num_new = key.shape[2]
+        in_prompt = self._prompt_columns(position_new)
+        if not journal.takes(num_new - in_prompt):
+            journal.clear(unverified=num_new)
+            return self._join(query, key, value, position_new, added, scale)
+        if in_prompt == 0:
+            return self._verify(journal, query, key, value, position_new, added, scale)
+        journal.clear()
+        if in_prompt == num_new:
+            return self._join(query, key, value, position_new, added, scale)
+        # The prompt, then its first drafts. Those in memory of their own: a view would keep all.
+        q, k, v = (tensor[:, :, :in_prompt] for tensor in (query, key, value))
+        positions = position_new[:, :in_prompt]
+        output = self._join(q, k, v, positions, _count_real(positions), scale)
+        evicted = self.last_evicted
+        assert evicted is not None
+        q, k, v = (tensor[:, :, in_prompt:].clone() for tensor in (query, key, value))
+        positions = position_new[:, in_prompt:]
+        drafts = self._verify(journal, q, k, v, positions, _count_real(positions), scale)
+        assert self.last_evicted is not None
+        self.last_evicted = torch.cat([evicted, self.last_evicted], 2)
+        return torch.cat([output, drafts], 2)
+
+    def _join(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position_new: Tensor,
+        added: Tensor | int,
+        scale: float | None,
+    ) -> Tensor:
+        """Let new tokens join as the cache's prefill says; `added` of each row are real."""
+        assert self.tokens_seen is not None
+        chunk = self._chunk(key.shape[2])
+        output, self.last_evicted = self._step(query, key, value, position_new, scale, chunk)
+        self.tokens_seen.add_(added)
+        return output
+
+    def _verify(
+        self,
+        journal: Journal,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position_new: Tensor,
+        added: Tensor | int,
+        scale: float | None,
+    ) -> Tensor:
+        """Let new tokens join one by one, and record it."""
+        assert self.tokens_seen is not None
+        assert self.scores is not None
+        assert self.positions is not None
+        entry = Entry(self.scores.clone(), self.positions.clone(), self.tokens_seen.clone())
+        position_new = position_new.clone()  # That of a single token lies in tokens_seen.
+        room = {"k_evicted": key.new_empty(key.shape), "v_evicted": key.new_empty(key.shape)}
+        output, evicted = self._step(query, key, value, position_new, scale, 1, **room)
+        self.tokens_seen.add_(added)
+        self.last_evicted = evicted
+        entry.append(Forward(query, key, value, position_new, evicted, **room, scale=scale))
+        journal.add(entry)
+        return output
+
+    def _prompt_columns(self, position_new: Tensor) -> int:
+        """How many of the new columns belong to the prompt, whose length only the caller knows."""
+        if not self._in_prompt:
+            return 0
+        assert self.tokens_seen is not None
+        batch, num_new = position_new.shape
+        if self.settings.prompt_length is None:
+            if self.columns_seen == 0 and num_new > 1:
+                raise ValueError(
+                    "H2OCache: prompt_length must be given where forwards are recorded for "
+                    f"assisted decoding, got None: the first forward has {num_new} tokens, and which "
+                    "of them are drafts is not for the cache to see; make it with "
+                    "H2OCache(..., prompt_length=input_ids.shape[1])"
+                )
+            self._in_prompt = False
+            return 0
+        lengths = torch.tensor(self._given_lengths(batch))[:, None]
+        positions = position_new.cpu()
+        is_draft = positions >= lengths
+        columns = is_draft.any(0).nonzero()
+        first_draft = int(columns[0]) if len(columns) else num_new
+        if ((positions >= 0) & ~is_draft)[:, first_draft:].any():
+            raise ValueError(
+                "H2OCache: prompts must end in the same column in every row where forwards are "
+                f"recorded, got prompt_length={self.settings.prompt_length}, with which column "
+                f"{self.columns_seen + first_draft} is past the end in some rows only"
+            )
+        seen = self.tokens_seen.cpu() + _count_real(positions)
+        self._in_prompt = bool((seen < lengths[:, 0]).any())
+        return first_draft
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can take tokens back: while forwards are recorded."""
+        return self.journal is not None
+
+    @property
+    def record_past(self) -> bool:
+        """Name by which transformers 5 asks whether forwards are recorded, and says so."""
+        return self.journal is not None
+
+    @record_past.setter
+    def record_past(self, record: bool) -> None:
+        if record:
+            self.activate_past_recording()
+        else:
+            self.journal = None
+
+    def activate_past_recording(self) -> None:
+        """Record forwards from now on, so that `crop` can undo them.
+
+        Raises
+        ------
+        ValueError
+            max_rollback is 0.
+        """
+        if self.journal is not None:
+            return
+        depth = self.settings.max_rollback
+        if depth == 0:
+            raise ValueError(
+                "H2OCache: max_rollback must be >= 1 for assisted decoding and prompt lookup, got 0; "
+                "make the cache with max_rollback = the number of drafts of a forward"
+            )
+        self.journal = Journal(_MAX_ROLLBACK if depth is None else depth)
+
+    def _record_from_the_start(self) -> None:
+        self.journal = None
+        self._in_prompt = True
+        if self.settings.max_rollback:
+            self.activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens of every row: afterwards they have never been seen.
+
+        Scores, positions, keys, values and counts are those of a cache that saw the others alone,
+        in every bit. In place.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            <= 0: minus the number of tokens to remove; > 0 (transformers 4): tokens to keep.
+            Padding counts.
+
+        Raises
+        ------
+        RuntimeError, ValueError
+            See `check_crop`.
+        """
+        self.check_crop(tokens_to_remove)
+        remove = self._removed_by(tokens_to_remove)
+        if remove <= 0:
+            return
+        journal, seen = self.journal, self.tokens_seen
+        assert journal is not None
+        assert seen is not None
+        assert self.keys is not None
+        assert self.values is not None
+        assert self.scores is not None
+        assert self.positions is not None
+        state = (self.keys, self.values, self.scores, self.positions, seen)
+        with torch.inference_mode(False), torch.no_grad():
+            for forward in journal.take_back(remove, *state):
+                query, key, value, position = forward[:4]
+                self._step(query, key, value, position, forward.scale, 1)
+                seen.add_(_count_real(position))
+        self.columns_seen = _Variable(self.columns_seen - remove)
+        entries = journal.entries
+        self.last_evicted = entries[-1].forwards[-1].evicted if entries else None
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse what `crop` could not do; changes nothing.
+
+        Raises
+        ------
+        RuntimeError
+            Nothing is recorded.
+        ValueError
+            More tokens would be removed than are recorded, or the last forward had too many to be
+            recorded.
+        """
+        remove, journal = self._removed_by(tokens_to_remove), self.journal
+        if journal is None:
+            if remove > 0:
+                raise RuntimeError(
+                    f"H2OCache.crop: {remove} of {self.columns_seen} tokens cannot be removed, since "
+                    "nothing is recorded; make the cache with max_rollback = the number of drafts of "
+                    "a forward, or call activate_past_recording() before the forward"
+                )
+            return
+        if journal.unverified:
+            raise ValueError(
+                f"H2OCache.crop: a forward to be verified must have at most max_rollback + 1 = "
+                f"{journal.depth + 1} tokens, got {journal.unverified}; they joined as a prompt "
+                "does. Draft fewer, or make the cache with a larger max_rollback"
+            )
+        if remove > min(journal.depth, journal.num_columns):
+            raise ValueError(
+                "H2OCache.crop: tokens to remove must be <= max_rollback and among those recorded "
+                f"since the prompt, got {remove} with max_rollback={journal.depth} and "
+                f"{journal.num_columns} recorded"
+            )
+
+    def _removed_by(self, tokens_to_remove: int) -> int:
+        """How many tokens `crop` is to remove; 0 or less for none."""
+        if tokens_to_remove > 0:
+            return self.columns_seen - int(tokens_to_remove)
+        return -int(tokens_to_remove)
 
     # ---- Allocation.
 
@@ -498,6 +764,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         self.budget = None
         self.row_budget = None
         self.last_evicted = None
+        self._record_from_the_start()
         self._handover.layer_idx = None
         if self.is_initialized:
             assert self.keys is not None
@@ -510,27 +777,6 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
             self.scores.zero_()
             self.positions.fill_(-1)
             self.tokens_seen.zero_()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Not supported yet: what was evicted cannot be brought back.
-
-        Parameters
-        ----------
-        tokens_to_remove : int
-            <= 0: minus the number of tokens to remove; > 0 (transformers 4): tokens to keep.
-
-        Raises
-        ------
-        NotImplementedError
-            A token would have to be removed.
-        """
-        to_keep = tokens_to_remove if tokens_to_remove > 0 else self.columns_seen + tokens_to_remove
-        remove = self.columns_seen - to_keep
-        if remove > 0:
-            raise NotImplementedError(
-                f"H2OCache: crop is not yet supported, asked to remove {remove} of "
-                f"{self.columns_seen} tokens (assisted decoding needs it)"
-            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes the former row beam_idx[i]. In place."""
@@ -565,6 +811,8 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
                     setattr(self, name, rows)
             if self.last_evicted is not None:
                 self.last_evicted = self.last_evicted.index_select(0, index)
+            if self.journal is not None:
+                self.journal = self.journal.map(lambda tensor: tensor.index_select(0, index))
         self.batch_size = index.shape[0]
 
     def insert_row(self, row: int, other: H2OLayer, source: int) -> None:
@@ -601,8 +849,10 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         self.row_budget[row] = torch.tensor(tuple(budget), dtype=torch.int32)
 
     def release_row(self, row: int) -> None:
-        """Forget what row `row` has seen; its budget stays."""
+        """Forget what row `row` has seen; its budget stays. What `crop` could undo is forgotten too."""
         assert self.tokens_seen is not None
+        if self.journal is not None:
+            self.journal.clear()
         for name in _SLOT_STATE:
             getattr(self, name)[row].fill_(-1 if name == "positions" else 0)
         self.tokens_seen[row] = 0
@@ -650,7 +900,9 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         state = other.state()
         with torch.inference_mode(False), torch.no_grad():
             copies = {name: tensor.clone() for name, tensor in state.tensors.items()}
-        self.restore(replace(state, tensors=copies))
+            self.restore(replace(state, tensors=copies))
+            self.journal = None if other.journal is None else other.journal.map(torch.clone)
+        self._in_prompt = other._in_prompt
 
     def state(self) -> LayerState:
         """What `restore` needs; its tensors are the layer's own."""
@@ -674,6 +926,11 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
 def model_shape(config: Any) -> dict[str, Any]:
     """What two configs must share for a cache of one to serve the other."""
     return {name: getattr(config, name, None) for name in _MODEL_SHAPE}
+
+
+def _count_real(positions: Tensor) -> Tensor:
+    """Tokens that are no padding, int32 [batch], of positions [batch, num_new]."""
+    return (positions >= 0).sum(1, dtype=torch.int32)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

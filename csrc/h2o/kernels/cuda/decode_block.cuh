@@ -348,9 +348,16 @@ struct DecodeBlock {
       }
     }
     if (!stays) return;
+    const bool hands_out = evicts && step.k_evicted.data != nullptr;
     for (int32_t d = threadIdx.x; d < head_dim(); d += blockDim.x) {
-      step.cache.k.at(row, head, slot)[d] = step.k_new.at(row, head, step.column)[d];
-      step.cache.v.at(row, head, slot)[d] = step.v_new.at(row, head, step.column)[d];
+      T& key = step.cache.k.at(row, head, slot)[d];
+      T& value = step.cache.v.at(row, head, slot)[d];
+      if (hands_out) {
+        step.k_evicted.at(row, head, step.column)[d] = key;
+        step.v_evicted.at(row, head, step.column)[d] = value;
+      }
+      key = step.k_new.at(row, head, step.column)[d];
+      value = step.v_new.at(row, head, step.column)[d];
     }
   }
 

@@ -69,7 +69,8 @@ struct DecodeStep {
   // Results.
   View<T> output;  // as query
   int64_t output_dim_stride = 1;
-  int32_t* evicted = nullptr;  // [batch, num_kv_heads, num_new]
+  int32_t* evicted = nullptr;    // [batch, num_kv_heads, num_new]
+  View<T> k_evicted, v_evicted;  // as k_new; data null: not wanted
 };
 
 inline int64_t slot_ranges(int64_t capacity) { return (capacity + kSlotRange - 1) / kSlotRange; }
@@ -154,9 +155,11 @@ struct Selection {
   Candidate<A>* sorted = nullptr;  // [sorted_candidates()]; null: in shared memory
   int32_t* evicted = nullptr;      // [batch, num_kv_heads, evicted_width]
   int64_t evicted_width = 0;
+  View<T> k_evicted, v_evicted;  // as k_new, not with to_budget; data null: not wanted
 };
 
-// Each candidate's fate, each new token's slot, and the columns and positions of the new tokens.
+// Each candidate's fate, each new token's slot, and the columns and positions of the new tokens or
+// (not to_budget) who leaves.
 H2O_HOST_DEVICE constexpr int64_t selection_work(int64_t capacity, int64_t num_new) {
   return capacity + 4 * num_new;
 }

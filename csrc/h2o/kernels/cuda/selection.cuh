@@ -70,13 +70,13 @@ __device__ void sort_candidates(Candidate<A>* entries, int32_t size) {
 }
 
 // Sets fate[i] to 1 where candidate i leaves and to 0 where it stays: the first in the order of
-// eviction leave until `most` are left or `at_most` have left. Their positions go to `evicted`,
-// where that is not null. Returns how many leave. By the block.
+// eviction leave until `most` are left or `at_most` have left. Their positions go to `evicted` and
+// their indices to `order`, where those are not null. Returns how many leave. By the block.
 template <typename A>
 __device__ int32_t choose_victims(const CandidateView<A>& candidates, const Budget& budget,
                                   int32_t newest, int64_t most, int32_t at_most,
                                   Candidate<A>* entries, int32_t* fate, int32_t* evicted,
-                                  BlockScratch& scratch) {
+                                  int32_t* order, BlockScratch& scratch) {
   const int32_t count = candidates.count();
   int32_t present = 0;
   for (int32_t i = threadIdx.x; i < count; i += blockDim.x) {
@@ -104,6 +104,7 @@ __device__ int32_t choose_victims(const CandidateView<A>& candidates, const Budg
   for (int32_t i = threadIdx.x; i < leaving; i += blockDim.x) {
     fate[entries[i].index] = 1;
     if (evicted != nullptr) evicted[i] = entries[i].position;
+    if (order != nullptr) order[i] = entries[i].index;
   }
   __syncthreads();
   if (leaving < excess && threadIdx.x == 0) {
@@ -114,6 +115,7 @@ __device__ int32_t choose_victims(const CandidateView<A>& candidates, const Budg
       if (fate[i] != 0 || candidates.position(i) < 0) continue;
       fate[i] = 1;
       if (evicted != nullptr) evicted[left] = candidates.position(i);
+      if (order != nullptr) order[left] = i;
       ++left;
     }
   }
@@ -144,6 +146,7 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
   // With to_budget, chunk.size is that of all of position_new.
   int32_t* const fate = p.work + row_head * selection_work(capacity, p.chunk.size);
   int32_t* const slots = fate + capacity + p.chunk.size;
+  int32_t* const order = p.k_evicted.data == nullptr ? nullptr : slots + p.chunk.size;
   if (p.to_budget) {
     int32_t *const columns = slots + p.chunk.size, *const positions = columns + p.chunk.size;
     candidates.new_columns = columns;
@@ -180,10 +183,24 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
       p.evicted + row_head * p.evicted_width + (p.to_budget ? 0 : candidates.new_columns[0]);
   const int32_t leaving =
       choose_victims(candidates, budget, newest, most, p.to_budget ? INT32_MAX : num_new, entries,
-                     fate, evicted, scratch);
+                     fate, evicted, order, scratch);
   if (p.to_budget) {
     for (int64_t i = leaving + int64_t{threadIdx.x}; i < p.evicted_width; i += blockDim.x) {
       evicted[i] = -1;
+    }
+  }
+
+  const int32_t lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize,
+                num_warps = blockDim.x / kWarpSize;
+  for (int32_t i = warp; order != nullptr && i < leaving; i += num_warps) {
+    if (order[i] >= capacity) continue;
+    const T* const k = p.cache.k.at(row, head, order[i]);
+    const T* const v = p.cache.v.at(row, head, order[i]);
+    T* const k_evicted = p.k_evicted.at(row, head, candidates.new_columns[0] + i);
+    T* const v_evicted = p.v_evicted.at(row, head, candidates.new_columns[0] + i);
+    for (int32_t d = lane; d < p.sizes.head_dim; d += kWarpSize) {
+      k_evicted[d] = k[d];
+      v_evicted[d] = v[d];
     }
   }
 
@@ -228,8 +245,7 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
     stored += rank.total;
   }
   __syncthreads();
-  const int32_t lane = threadIdx.x % kWarpSize;
-  for (int32_t token = threadIdx.x / kWarpSize; token < num_new; token += blockDim.x / kWarpSize) {
+  for (int32_t token = warp; token < num_new; token += num_warps) {
     const int32_t slot = fate[capacity + token];
     if (slot < 0) continue;
     const int32_t column = candidates.new_columns[token];
@@ -263,7 +279,8 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
                                     ? after<Candidate<A>>(scratch)
                                     : p.sorted + row_head * sorted_candidates(p.sizes.num_new);
   choose_victims(candidates, budget, count == 0 ? -1 : candidates.new_positions[count - 1],
-                 Smallest()(budget.total(), p.width), count, entries, fate, nullptr, scratch);
+                 Smallest()(budget.total(), p.width), count, entries, fate, nullptr, nullptr,
+                 scratch);
 
   int64_t* const selected = p.selected + row_head * p.width;
   A* const scores = p.selected_scores + row_head * p.width;

@@ -83,6 +83,15 @@ class Decoder {
     return rows_of<int32_t>(call_.cache.positions, row, head);
   }
 
+  // Hands out what a slot holds, for the token that leaves it at `column`.
+  void hand_out(int64_t row, int64_t head, int64_t slot, int64_t column) const {
+    if (!call_.k_evicted) return;
+    std::copy_n(at<const T>(call_.cache.k_cache, row, head, slot), head_dim_,
+                at<T>(*call_.k_evicted, row, head, column));
+    std::copy_n(at<const T>(call_.cache.v_cache, row, head, slot), head_dim_,
+                at<T>(*call_.v_evicted, row, head, column));
+  }
+
   // Writes a new token into a slot, all of its parts together.
   void overwrite_slot(int64_t row, int64_t head, int64_t slot, int64_t column, A score,
                       int32_t position) const {
@@ -259,6 +268,7 @@ class Decoder {
       *left = position;
     } else {
       *left = slots.victim_position;
+      hand_out(row, head, slots.victim, column);
       overwrite_slot(row, head, slots.victim, column, new_score, position);
     }
   }
@@ -338,8 +348,9 @@ class Decoder {
       const Candidate<A>& victim = candidates[static_cast<size_t>(i)];
       leaves[static_cast<size_t>(victim.index)] = true;
       left[i * evicted_.stride(2)] = victim.position;
-      if (victim.index < num_cached)
-        freed.push_back(chunk.slots[static_cast<size_t>(victim.index)]);
+      if (victim.index >= num_cached) continue;
+      freed.push_back(chunk.slots[static_cast<size_t>(victim.index)]);
+      hand_out(chunk.row, chunk.head, freed.back(), chunk.tile.columns[0] + i);
     }
     const VectorRows<int32_t> of_positions = positions(chunk.row, chunk.head);
     FreeSlots slots(std::move(freed), chunk.num_tokens, of_positions.data, of_positions.stride);
@@ -369,12 +380,8 @@ DecodeOutputs attention_decode(const DecodeCall& call) {
   std::vector<RowTokens> tokens = read_tokens(kOp, "position_new", call.position_new);
   std::vector<Budget> budgets =
       read_budgets(kOp, call.row_budget, call.budget, call.cache.batch(), call.cache.capacity());
-  const auto input = [&call](const at::Tensor& tensor) {
-    const KVCache& cache = call.cache;
-    return readable_input(tensor,
-                          {&cache.k_cache, &cache.v_cache, &cache.scores, &cache.positions});
-  };
-  const at::Tensor query = input(call.query), k_new = input(call.k_new), v_new = input(call.v_new);
+  const at::Tensor query = call.readable(call.query), k_new = call.readable(call.k_new),
+                   v_new = call.readable(call.v_new);
   at::Tensor output = empty_output(call.query);
   const int64_t num_new = call.k_new.size(2);
   bool padded = false;

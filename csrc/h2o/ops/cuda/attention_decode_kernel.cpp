@@ -27,16 +27,12 @@ struct Inputs {
 
   explicit Inputs(const DecodeCall& call) {
     const KVCache& cache = call.cache;
-    const auto readable = [&](const at::Tensor& tensor) {
-      return readable_input(tensor,
-                            {&cache.k_cache, &cache.v_cache, &cache.scores, &cache.positions});
-    };
-    query = readable(call.query);
-    k_new = readable(call.k_new);
-    v_new = readable(call.v_new);
-    position_new = readable(call.position_new);
-    if (call.alibi_slopes) alibi_slopes = readable(*call.alibi_slopes);
-    if (call.row_budget) row_budget = readable(*call.row_budget);
+    query = call.readable(call.query);
+    k_new = call.readable(call.k_new);
+    v_new = call.readable(call.v_new);
+    position_new = call.readable(call.position_new);
+    if (call.alibi_slopes) alibi_slopes = call.readable(*call.alibi_slopes);
+    if (call.row_budget) row_budget = call.readable(*call.row_budget);
     sizes.batch = cache.batch();
     sizes.num_kv_heads = cache.num_kv_heads();
     check_candidates(kOp, "num_q_heads / num_kv_heads", query.size(1) / sizes.num_kv_heads);
@@ -111,6 +107,10 @@ DecodeStep<T> decode_step(const DecodeCall& call, const Inputs& inputs, const at
   step.output = written<T>(output);
   step.output_dim_stride = output.stride(3);
   step.evicted = evicted.mutable_data_ptr<int32_t>();
+  if (call.k_evicted) {
+    step.k_evicted = written<T>(*call.k_evicted);
+    step.v_evicted = written<T>(*call.v_evicted);
+  }
   return step;
 }
 
@@ -170,6 +170,10 @@ void decode_chunks(const DecodeCall& call, const Inputs& inputs, const at::Tenso
   if (sorted.defined()) selection.sorted = static_cast<Candidate<A>*>(sorted.mutable_data_ptr());
   selection.evicted = evicted.mutable_data_ptr<int32_t>();
   selection.evicted_width = sizes.num_new;
+  if (call.k_evicted) {
+    selection.k_evicted = written<T>(*call.k_evicted);
+    selection.v_evicted = written<T>(*call.v_evicted);
+  }
 
   const auto stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -478,8 +479,36 @@ def test_too_many_first_drafts_raise_when_they_are_judged() -> None:
     stream = Stream.of("llama", [PROMPT + 7], torch.float32)
     cache = stream.cache(policy_of(8), max_rollback=5)
     stream.feed(cache, 0)
-    with pytest.raises(ValueError, match="at most max_rollback .* got 37; .* Draft fewer"):
-        cache.crop(0)
+    for each in (cache, cache.fork(2)):
+        with pytest.raises(ValueError, match="at most max_rollback .* got 37; .* Draft fewer"):
+            each.crop(0)
+
+
+def test_a_layer_that_does_not_record_stops_all() -> None:
+    _, cache = after_verification()
+    cache.layers[1].record_past = False
+    before = snapshot(cache)
+    with pytest.raises(RuntimeError, match="cannot be removed, since nothing is recorded"):
+        cache.crop(-1)
+    assert all(map(torch.equal, snapshot(cache), before))
+
+
+def test_a_row_whose_prompt_comes_late_ends_what_can_be_taken_back() -> None:
+    config = tiny_config("llama", num_hidden_layers=1)
+    cache = H2OCache(config, policy_of(8), prompt_length=[4, 4], max_rollback=5)
+    (layer,) = cache.layers
+    for n, rows, recorded_tokens in (
+        (4, [1, 0], 0),
+        (2, [1, 0], 2),
+        (4, [0, 1], 0),
+        (3, [1, 1], 3),
+    ):
+        mask = torch.tensor(rows, dtype=torch.bool)[:, None, None, None].expand(2, 1, 1, n)
+        layer.attend(*(torch.randn(2, heads, n, 8) for heads in (4, 2, 2)), mask, None)
+        assert layer.journal.num_columns == recorded_tokens
+    assert layer.tokens_seen.tolist() == [9, 7]
+    cache.crop(-3)
+    assert layer.tokens_seen.tolist() == [6, 4]
 
 
 def test_layers_that_are_not_in_step_raise() -> None:
@@ -531,6 +560,48 @@ def test_a_fork_takes_back_by_itself(n: int) -> None:
     assert_same_state(fork, plain)
     cache.crop(-1)
     assert_same_state(cache, stream.plain(policy_of(8), [PROMPT, 5]))
+    fork.reset()
+    assert fork.layers[0].journal.depth == 5
+
+
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_forked_rows_of_their_own_prompt_lengths_go_on(from_the_start: bool) -> None:
+    stream = Stream.of("llama", [PROMPT, 4], torch.float32, padded=True)
+    cache = stream.cache(policy_of(8), max_rollback=5 if from_the_start else None)
+    stream.feed(cache, 0)
+    fork = cache.fork(2)
+    fork.activate_past_recording()
+    for each in (cache, fork):
+        for layer in each.layers:
+            call = stream.calls[layer.layer_idx][1]
+            rows = torch.arange(2).repeat_interleave(layer.batch_size // 2)
+            new = (tensor[rows] for tensor in (call.query, call.key, call.value))
+            layer.attend(*new, None, call.scale)
+    fork.crop(-2)
+    plain = stream.plain(policy_of(8), [PROMPT, 2])
+    plain.batch_repeat_interleave(2)
+    assert_same_state(fork, plain)
+
+
+@pytest.mark.parametrize("prompt_length", [None, 12])
+def test_a_saved_cache_records_again(prompt_length: int | None, tmp_path: Path) -> None:
+    model, ids = tiny_model("llama"), tokens(1, 30)
+    options: dict[str, Any] = dict(prompt_length=prompt_length, max_rollback=4)
+    cache = H2OCache(model.config, policy_of(8), **options)
+    plain = H2OCache(model.config, policy_of(8))
+    if prompt_length is None:  # then the prompt must have been seen before
+        cache.deactivate_past_recording()
+    for each in (cache, plain):
+        forward(model, ids[:, :12], each)
+    cache.save(tmp_path / "session")
+    loaded = H2OCache.load(tmp_path / "session", model.config)
+    forward(model, ids[:, 12:16], loaded)
+    loaded.crop(-3)
+    forward(model, ids[:, 12:13], plain)
+    assert [layer.positions.tolist() for layer in loaded.layers] == [
+        layer.positions.tolist() for layer in plain.layers
+    ]
+    assert loaded.get_seq_length() == 13
 
 
 def test_reset_forgets_what_could_be_taken_back() -> None:

@@ -179,7 +179,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         self.row_budget: Tensor | None = None
         self.last_evicted: Tensor | None = None
         self.journal: Journal | None = None
-        self._in_prompt = True  # While recording: whether some row's prompt may still go on.
+        self._in_prompt = False  # While recording: whether some row's prompt may still go on.
         self._record_from_the_start()
         self._handover = handover
         self._known_config = settings.config
@@ -490,7 +490,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self.tokens_seen is not None
         batch, num_new = position_new.shape
         if self.settings.prompt_length is None:
-            if self.columns_seen == 0 and num_new > 1:
+            if num_new > 1:
                 raise ValueError(
                     "H2OCache: prompt_length must be given where forwards are recorded for "
                     f"assisted decoding, got None: the first forward has {num_new} tokens, and which "
@@ -499,8 +499,8 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
                 )
             self._in_prompt = False
             return 0
-        lengths = torch.tensor(self._given_lengths(batch))[:, None]
         positions = position_new.cpu()
+        lengths = torch.tensor(self._given_lengths(batch), device=positions.device)[:, None]
         is_draft = positions >= lengths
         columns = is_draft.any(0).nonzero()
         first_draft = int(columns[0]) if len(columns) else num_new
@@ -548,10 +548,10 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
                 "make the cache with max_rollback = the number of drafts of a forward"
             )
         self.journal = Journal(_MAX_ROLLBACK if depth is None else depth)
+        self._in_prompt = self.columns_seen == 0  # What was seen before is the prompt.
 
     def _record_from_the_start(self) -> None:
         self.journal = None
-        self._in_prompt = True
         if self.settings.max_rollback:
             self.activate_past_recording()
 
@@ -589,7 +589,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
                 query, key, value, position = forward[:4]
                 self._step(query, key, value, position, forward.scale, 1)
                 seen.add_(_count_real(position))
-        self.columns_seen = _Variable(self.columns_seen - remove)
+        self.columns_seen -= remove
         entries = journal.entries
         self.last_evicted = entries[-1].forwards[-1].evicted if entries else None
 
@@ -918,6 +918,10 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         self.columns_seen = _Variable(state.columns_seen) if state.columns_seen else 0
         self.budget = state.budget
         self._window = state.window
+        # Where its length is known, the next forward finds out by itself.
+        self._in_prompt = self.journal is not None and (
+            not state.columns_seen or self.settings.prompt_length is not None
+        )
         if self.keys is not None:
             with torch.inference_mode(False):
                 self._note_tensors()

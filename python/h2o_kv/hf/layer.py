@@ -490,7 +490,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self.tokens_seen is not None
         batch, num_new = position_new.shape
         if self.settings.prompt_length is None:
-            if num_new > 1:
+            if self.columns_seen == 0 and num_new > 1:
                 raise ValueError(
                     "H2OCache: prompt_length must be given where forwards are recorded for "
                     f"assisted decoding, got None: the first forward has {num_new} tokens, and which "

@@ -217,6 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--threads-capacity", type=int, default=8192, help="slots where threads are compared"
     )
     args = parse(parser, argv, QUICK)
+    if args.threads_capacity < 2:
+        parser.error(f"--threads-capacity must be >= 2, got {args.threads_capacity}")
     points = shape_points(args)
     of_threads = [(MODELS[args.model[0]], dtype) for dtype in args.dtype if args.threads > 1]
     several = args.caches == "turns"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,27 +140,21 @@ def _mib(field: str) -> float:
     return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) / 1024
 
 
-def _extra_memory(
-    shape: ModelShape, batch: int, tokens: int, dtype: torch.dtype, queue: Any
-) -> None:
+def _extra_memory(shape: ModelShape, batch: int, tokens: int, dtype: torch.dtype) -> float:
     """Peak resident memory of a selection over what was resident before it, MiB."""
     PrefillCase(shape, 1, 64, dtype).select()  # whatever is set up at the first call
     case = PrefillCase(shape, batch, tokens, dtype)
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = _mib("VmRSS")
     case.select()
-    queue.put(_mib("VmHWM") - before)
+    return _mib("VmHWM") - before
 
 
 def extra_memory(*args: Any) -> float:
     """Of `_extra_memory`, measured in a process of its own."""
     context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=_extra_memory, args=(*args, queue))
-    process.start()
-    extra = float(queue.get(timeout=600))
-    process.join()
-    return extra
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        return process.submit(_extra_memory, *args).result()
 
 
 def bench(shape: ModelShape, dtype_name: str, batch: int, tokens: int, report: Report) -> None:

@@ -63,7 +63,8 @@ class Comparison:
 def main() -> int:
     """Run the comparison; returns the exit status."""
     args = parse_arguments()
-    torch.set_num_threads(args.threads or torch.get_num_threads())
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     try:
         comparison = compare(args)
     except (ModelLoadError, ValueError, OSError) as error:
@@ -112,6 +113,8 @@ def parse_arguments() -> argparse.Namespace:
         args.prompt_tokens, args.new_tokens = QUICK_PROMPT_TOKENS, QUICK_NEW_TOKENS
     if args.prompt_tokens < 1 or args.new_tokens < 2:
         parser.error("--prompt-tokens must be >= 1 and --new-tokens >= 2")
+    if args.threads is not None and args.threads < 1:
+        parser.error(f"--threads must be >= 1, got {args.threads}")
     return args
 
 

@@ -77,6 +77,7 @@ def add_shape_options(
     parser.add_argument(
         length, dest="lengths", metavar="N", type=int, nargs="+", default=list(lengths)
     )
+    parser.set_defaults(lengths_option=length)
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="rows")
     parser.add_argument(
         "--caches",
@@ -104,6 +105,11 @@ def parse(
     for name in ("repeats", "threads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be >= 1, got {getattr(args, name)}")
+    # A budget is half heavy, half recent, or a fifth of a prompt; eviction cuts it to half.
+    for name, least in (("batch", 1), ("lengths", 2)):
+        if min(getattr(args, name, [least])) < least:
+            option = args.lengths_option if name == "lengths" else f"--{name}"
+            parser.error(f"{option} must be >= {least}, got {min(getattr(args, name))}")
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     return args

@@ -76,7 +76,8 @@ def attention_decode(
     alibi_slopes : Tensor, float32 or float64, [num_q_heads], optional
         Adds ``slope * (key position - query position)`` to the logits.
     row_budget : Tensor, int32 or int64, [batch, 3], optional
-        (num_sink, num_heavy, num_recent) of each row, instead of the three numbers.
+        (num_sink, num_heavy, num_recent) of each row, instead of the three numbers, which must be a
+        budget all the same.
     k_evicted, v_evicted : Tensor, sizes and dtype of ``k_new``, optional, both or neither
         Written in place: in each column the key and the value of the token that ``evicted`` names
         there, as its slot held them, so that a step can be undone. A column stays as it is where
@@ -165,7 +166,7 @@ def evict(
         As in :func:`attention_decode`. The recent window ends at the largest position present in the
         (row, KV head).
     row_budget : Tensor, int32 or int64, [batch, 3], optional
-        The budget of each row, instead of the three numbers.
+        The budget of each row, instead of the three numbers, which must be a budget all the same.
 
     Returns
     -------
@@ -219,7 +220,8 @@ def prefill_select(
     num_sink, num_heavy, num_recent : int, slots
         The budget, together at least 1; it may be larger than ``seq_len``.
     gqa_reduce, scale, alibi_slopes, row_budget
-        As in :func:`attention_decode`.
+        As in :func:`attention_decode`; the three numbers together are the width of the results and
+        so the most that a row's budget may be.
 
     Returns
     -------

@@ -285,3 +285,27 @@ def test_the_limit_is_the_faster_read(load: Callable[[str], ModuleType]) -> None
     timing = load("common").Timing
     timings = {"h2o": timing((4.0,)), "sum": timing((3.0,)), "dot": timing((2.0,))}
     assert load("peers").with_read(timings) == {"h2o": timing((4.0,)), "read": timing((2.0,))}
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "message"),
+    [
+        ("bench_attention_decode", ("--capacity", "1"), "--capacity must be >= 2, got 1"),
+        ("bench_attention_decode", ("--threads-capacity", "0"), "--threads-capacity must be >= 2"),
+        ("bench_evict", ("--capacity", "64", "-5"), "--capacity must be >= 2, got -5"),
+        ("bench_evict", ("--batch", "0"), "--batch must be >= 1, got 0"),
+        ("bench_prefill_select", ("--tokens", "-5"), "--tokens must be >= 2, got -5"),
+        ("bench_prefill_select", ("--repeats", "0"), "--repeats must be >= 1, got 0"),
+    ],
+)
+def test_impossible_sizes_are_refused(
+    script: str,
+    options: tuple[str, ...],
+    message: str,
+    load: Callable[[str], ModuleType],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        load(script).main(options)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err

@@ -646,9 +646,14 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
     eos = getattr(generation_config, "eos_token_id", None)
     if eos is None:
         eos = model.config.get_text_config(decoder=True).eos_token_id
-    if eos is None:
+    return token_ids(eos)
+
+
+def token_ids(tokens: int | Sequence[int] | None) -> frozenset[int]:
+    """One token, several or none, as configs name those that end a text."""
+    if tokens is None:
         return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset([tokens] if isinstance(tokens, int) else tokens)
 
 
 def _use_attention(model: Any, name: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from h2o_kv._C import EvictionPolicy
+from h2o_kv.generation import token_ids
 from h2o_kv.hf import H2OCache, cache_kwarg
 
 __all__ = ["Completion", "Request", "generate_many"]
@@ -158,7 +159,9 @@ def generate_many(
         requests = list(requests)
         longest = max((len(request.input_ids) for request in requests), default=1)
     batch = H2OCache(model.config, policy, prompt_length=longest, **options)
-    loop = _Batch(model, batch, policy, options, _end_tokens(model, eos_token_id), batch_size)
+    if eos_token_id is None:
+        eos_token_id = model.generation_config.eos_token_id
+    loop = _Batch(model, batch, policy, options, token_ids(eos_token_id), batch_size)
     return loop.run(enumerate(requests))
 
 
@@ -268,11 +271,3 @@ class _Batch:
             kwargs["logits_to_keep"] = 1
         logits: Tensor = self.model(input_ids=ids, use_cache=True, **kwargs).logits
         return logits
-
-
-def _end_tokens(model: Any, eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
-    if eos_token_id is None:
-        eos_token_id = model.generation_config.eos_token_id
-    if eos_token_id is None:
-        return frozenset()
-    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,6 +131,17 @@ class LayerState:
     budget: Budget | None
     window: int | None
     tensors: dict[str, Tensor]
+
+
+class _NewTokens(NamedTuple):
+    """What a forward brings, in the dtype of the cache."""
+
+    query: Tensor  # [batch, num_q_heads, num_new, head_dim]
+    key: Tensor  # [batch, num_kv_heads, num_new, head_dim], and so is value
+    value: Tensor
+    position: Tensor  # int32, [batch, num_new]; -1 = padding
+    added: Tensor | int  # how many of each row are real
+    scale: float | None
 
 
 class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -308,48 +319,41 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self.keys is not None
         assert self.tokens_seen is not None
 
-        position_new, added = self._number(real, num_new)
         dtype = self.keys.dtype
-        tokens = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
-        if self.journal is None:
-            chunk = self._chunk(num_new)
-            output, self.last_evicted = self._step(*tokens, position_new, scale, chunk)
-            self.tokens_seen.add_(added)
-        else:
-            output = self._recorded_step(self.journal, *tokens, position_new, added, scale)
+        vectors = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
+        new = _NewTokens(*vectors, *self._number(real, num_new), scale)
+        output = self._join(new) if self.journal is None else self._recorded_step(self.journal, new)
         self.columns_seen += num_new
         if num_new > 1 and not torch.compiler.is_compiling():
             self.columns_seen = _Variable(self.columns_seen)
         return _cast(output, query.dtype).transpose(1, 2).contiguous()
 
-    def _step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        position_new: Tensor,
-        scale: float | None,
-        chunk: int,
-        **room: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def _step(self, new: _NewTokens, chunk: int, **room: Tensor) -> Tensor:
         """Call h2o_attention_decode on the state of this layer; `room`: k_evicted and v_evicted."""
-        result: tuple[Tensor, Tensor] = _attention_decode(
-            query,
+        assert self.tokens_seen is not None
+        output: Tensor
+        output, self.last_evicted = _attention_decode(
+            new.query,
             self.keys,
             self.values,
             self.scores,
             self.positions,
-            key,
-            value,
-            position_new,
+            new.key,
+            new.value,
+            new.position,
             *self._counts,
             gqa_reduce=self._gqa_reduce,
-            scale=scale,
+            scale=new.scale,
             chunk=chunk,
             row_budget=self.row_budget,
             **room,
         )
-        return result
+        self.tokens_seen.add_(new.added)
+        return output
+
+    def _join(self, new: _NewTokens) -> Tensor:
+        """Let new tokens join as the cache's prefill says."""
+        return self._step(new, self._chunk(new.key.shape[2]))
 
     def _number(self, real: Tensor | None, num_new: int) -> tuple[Tensor, Tensor | int]:
         """Positions of the new tokens, int32 [batch, num_new], and how many of each row are real.
@@ -405,81 +409,50 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
 
     # ---- Steps that can be taken back.
 
-    def _recorded_step(
-        self,
-        journal: Journal,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        position_new: Tensor,
-        added: Tensor | int,
-        scale: float | None,
-    ) -> Tensor:
+    def _recorded_step(self, journal: Journal, new: _NewTokens) -> Tensor:
         """Do the step of `attend`, so that `crop` can undo it.
 
         Tokens of the prompt join as the cache's prefill says, and so do those of a forward that is
         too long to consist of drafts; all others join one by one and are recorded.
         """
-        num_new = key.shape[2]
-        in_prompt = self._prompt_columns(position_new)
+        num_new = new.key.shape[2]
+        in_prompt = self._prompt_columns(new.position)
         if not journal.takes(num_new - in_prompt):
             journal.clear(unverified=num_new)
-            return self._join(query, key, value, position_new, added, scale)
+            return self._join(new)
         if in_prompt == 0:
-            return self._verify(journal, query, key, value, position_new, added, scale)
+            return self._verify(journal, new)
         journal.clear()
         if in_prompt == num_new:
-            return self._join(query, key, value, position_new, added, scale)
+            return self._join(new)
         # The prompt, then its first drafts. Those in memory of their own: a view would keep all.
-        q, k, v = (tensor[:, :, :in_prompt] for tensor in (query, key, value))
-        positions = position_new[:, :in_prompt]
-        output = self._join(q, k, v, positions, _count_real(positions), scale)
+        vectors, position = new[:3], new.position
+        q, k, v = (tensor[:, :, :in_prompt] for tensor in vectors)
+        first = position[:, :in_prompt]
+        output = self._join(_NewTokens(q, k, v, first, _count_real(first), new.scale))
         evicted = self.last_evicted
         assert evicted is not None
-        q, k, v = (tensor[:, :, in_prompt:].clone() for tensor in (query, key, value))
-        positions = position_new[:, in_prompt:]
-        drafts = self._verify(journal, q, k, v, positions, _count_real(positions), scale)
+        q, k, v = (tensor[:, :, in_prompt:].clone() for tensor in vectors)
+        rest = position[:, in_prompt:]
+        drafts = self._verify(journal, _NewTokens(q, k, v, rest, _count_real(rest), new.scale))
         assert self.last_evicted is not None
         self.last_evicted = torch.cat([evicted, self.last_evicted], 2)
         return torch.cat([output, drafts], 2)
 
-    def _join(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        position_new: Tensor,
-        added: Tensor | int,
-        scale: float | None,
-    ) -> Tensor:
-        """Let new tokens join as the cache's prefill says; `added` of each row are real."""
-        assert self.tokens_seen is not None
-        chunk = self._chunk(key.shape[2])
-        output, self.last_evicted = self._step(query, key, value, position_new, scale, chunk)
-        self.tokens_seen.add_(added)
-        return output
-
-    def _verify(
-        self,
-        journal: Journal,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        position_new: Tensor,
-        added: Tensor | int,
-        scale: float | None,
-    ) -> Tensor:
+    def _verify(self, journal: Journal, new: _NewTokens) -> Tensor:
         """Let new tokens join one by one, and record it."""
         assert self.tokens_seen is not None
         assert self.scores is not None
         assert self.positions is not None
         entry = Entry(self.scores.clone(), self.positions.clone(), self.tokens_seen.clone())
-        position_new = position_new.clone()  # That of a single token lies in tokens_seen.
-        room = {"k_evicted": key.new_empty(key.shape), "v_evicted": key.new_empty(key.shape)}
-        output, evicted = self._step(query, key, value, position_new, scale, 1, **room)
-        self.tokens_seen.add_(added)
-        self.last_evicted = evicted
-        entry.append(Forward(query, key, value, position_new, evicted, **room, scale=scale))
+        position = new.position.clone()  # That of a single token lies in tokens_seen.
+        room = {name: new.key.new_empty(new.key.shape) for name in ("k_evicted", "v_evicted")}
+        output = self._step(new._replace(position=position), 1, **room)
+        evicted = self.last_evicted
+        assert evicted is not None
+        entry.append(
+            Forward(new.query, new.key, new.value, position, evicted, **room, scale=new.scale)
+        )
         journal.add(entry)
         return output
 
@@ -556,22 +529,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
             self.activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens of every row: afterwards they have never been seen.
-
-        Scores, positions, keys, values and counts are those of a cache that saw the others alone,
-        in every bit. In place.
-
-        Parameters
-        ----------
-        tokens_to_remove : int
-            <= 0: minus the number of tokens to remove; > 0 (transformers 4): tokens to keep.
-            Padding counts.
-
-        Raises
-        ------
-        RuntimeError, ValueError
-            See `check_crop`.
-        """
+        """Take back the last tokens of every row of this layer, in place; see `H2OCache.crop`."""
         self.check_crop(tokens_to_remove)
         remove = self._removed_by(tokens_to_remove)
         if remove <= 0:
@@ -586,9 +544,8 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         state = (self.keys, self.values, self.scores, self.positions, seen)
         with torch.inference_mode(False), torch.no_grad():
             for forward in journal.take_back(remove, *state):
-                query, key, value, position = forward[:4]
-                self._step(query, key, value, position, forward.scale, 1)
-                seen.add_(_count_real(position))
+                added = _count_real(forward.position)
+                self._step(_NewTokens(*forward[:4], added, forward.scale), 1)
         self.columns_seen -= remove
         entries = journal.entries
         self.last_evicted = entries[-1].forwards[-1].evicted if entries else None
@@ -767,16 +724,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         self._record_from_the_start()
         self._handover.layer_idx = None
         if self.is_initialized:
-            assert self.keys is not None
-            assert self.values is not None
-            assert self.scores is not None
-            assert self.positions is not None
-            assert self.tokens_seen is not None
-            self.keys.zero_()
-            self.values.zero_()
-            self.scores.zero_()
-            self.positions.fill_(-1)
-            self.tokens_seen.zero_()
+            self._empty(slice(None))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes the former row beam_idx[i]. In place."""
@@ -828,10 +776,8 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
             mine, theirs = getattr(self, name)[row], getattr(other, name)[source]
             num_slots = min(mine.shape[1], theirs.shape[1])
             if num_slots < theirs.shape[1]:
-                slots = order[:, :num_slots].reshape(
-                    *order.shape[:1], num_slots, *[1] * (mine.ndim - 2)
-                )
-                theirs = theirs.gather(1, slots.expand(-1, -1, *mine.shape[2:]))
+                slots = order[:, :num_slots]
+                theirs = theirs.take_along_dim(slots if mine.ndim == 2 else slots[..., None], 1)
             mine[:, :num_slots] = theirs
         self.tokens_seen[row] = other.tokens_seen[source]
         self._give_budget(row, other.budget_of(source))
@@ -853,10 +799,13 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self.tokens_seen is not None
         if self.journal is not None:
             self.journal.clear()
-        for name in _SLOT_STATE:
-            getattr(self, name)[row].fill_(-1 if name == "positions" else 0)
-        self.tokens_seen[row] = 0
+        self._empty(row)
         self.last_evicted = None
+
+    def _empty(self, rows: int | slice) -> None:
+        """Make these rows what they were when they were allocated."""
+        for name in (*_SLOT_STATE, "tokens_seen"):
+            getattr(self, name)[rows].fill_(-1 if name == "positions" else 0)
 
     def budget_of(self, row: int) -> Budget:
         """The budget that this row keeps to."""

@@ -1199,6 +1199,10 @@ TEST_CASE("decode refuses numbers out of range, before it writes", "[attention_d
     good.options.scale = std::numeric_limits<double>::infinity();
     message = "scale must be finite, got inf";
   }
+  SECTION("a scale that is infinite where it is used") {
+    good.options.scale = 1e39;
+    message = "scale must be within float32's range, got 1e+39";
+  }
   SECTION("a scale that is no number") {
     good.options.scale = std::nan("");
     message = "scale must be finite, got nan";

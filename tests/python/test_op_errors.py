@@ -510,6 +510,15 @@ def number_cases() -> list[Case]:
         )
         for value in ("nan", "inf", "-inf")
     ]
+    cases += [
+        Case(
+            attention,
+            f"{{op}}: scale must be within float32's range, got {value}",
+            lambda a, value=value: {"scale": float(value)},
+            ValueError,
+        )
+        for value in ("1e+39", "-1e+300")
+    ]
     return [
         *cases,
         Case(

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <initializer_list>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -25,6 +26,10 @@ GqaReduce checked_reduce(const char* op, std::string_view name) {
 
 double checked_scale(const char* op, std::optional<double> scale, const at::Tensor& query) {
   TORCH_CHECK_VALUE(!scale || std::isfinite(*scale), op, ": scale must be finite, got ", *scale);
+  // The kernels take it in the type that they add up in.
+  TORCH_CHECK_VALUE(!scale || score_dtype(query.scalar_type()) == at::kDouble ||
+                        std::abs(*scale) <= std::numeric_limits<float>::max(),
+                    op, ": scale must be within float32's range, got ", *scale);
   if (scale) return *scale;
   const double head_dim = static_cast<double>(query.sym_size(3).guard_int(__FILE__, __LINE__));
   return 1.0 / std::sqrt(head_dim);

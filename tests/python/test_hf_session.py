@@ -23,7 +23,7 @@ from transformers import BartConfig, LogitsProcessor, LogitsProcessorList
 
 from h2o_kv import EvictionPolicy, H2OCache, __version__
 from h2o_kv.hf import SessionError, cache_kwarg, session
-from h2o_kv.hf.layer import STATE_TENSORS
+from h2o_kv.hf.memory import STATE_TENSORS
 from hf_models import forward, generate, left_padded, tiny_config, tiny_model, tokens
 
 SMALL = EvictionPolicy(num_heavy=4, num_recent=3, num_sink=1)

@@ -1,10 +1,10 @@
 """H2O under unmodified Hugging Face models: a cache, an attention function and a mask function.
 
 Importing this registers the attention implementation "h2o" with transformers; no transformers class
-is changed. `layer.py` holds the state of one decoder layer and calls the operator, `journal.py` is
-what it keeps to undo steps, `cache.py` is the cache that consists of layers, `session.py` saves and
-loads it, `attention.py` is the only file that knows what transformers passes to an attention
-function.
+is changed. `settings.py` is what a cache is made with, `memory.py` what one decoder layer holds,
+`layer.py` its step: one call of the operator; `journal.py` is what it keeps to undo steps, `cache.py`
+the cache that consists of layers, `session.py` saves and loads it, `attention.py` is the only file
+that knows what transformers passes to an attention function.
 """
 
 from __future__ import annotations

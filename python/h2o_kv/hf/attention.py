@@ -16,7 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from h2o_kv.hf.layer import ATTENTION_NAME, LAYER_ATTRIBUTE, H2OLayer
+from h2o_kv.hf.layer import LAYER_ATTRIBUTE, H2OLayer
+from h2o_kv.hf.settings import ATTENTION_NAME
 
 __all__ = ["cache_kwarg", "h2o_attention_forward", "h2o_mask", "register"]
 

@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache
 
 from h2o_kv._C import Budget, EvictionPolicy
 from h2o_kv.hf import session
-from h2o_kv.hf.layer import ATTENTION_NAME, H2OLayer, Handover, Settings, model_shape
+from h2o_kv.hf.layer import H2OLayer, Handover
+from h2o_kv.hf.settings import ATTENTION_NAME, Settings, model_shape
 
 __all__ = ["CacheBytes", "H2OCache"]
 

@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from h2o_kv._C import Budget, EvictionPolicy, version
-from h2o_kv.hf.layer import OPTIONS, LayerState, Settings, model_shape
+from h2o_kv.hf.memory import LayerState
+from h2o_kv.hf.settings import OPTIONS, Settings, model_shape
 from h2o_kv.models import DTYPES, resolve_device
 
 if TYPE_CHECKING:

@@ -1,0 +1,64 @@
+"""What an H2OCache is made with, shared by all of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from h2o_kv._C import EvictionPolicy
+
+__all__ = ["ATTENTION_NAME", "OPTIONS", "Settings", "model_shape"]
+
+# Name under which the attention and the mask function are registered.
+ATTENTION_NAME = "h2o"
+# Settings that are keyword arguments of H2OCache.
+OPTIONS = ("prefill", "prefill_chunk", "prompt_length", "dtype", "max_rollback")
+# What a model must share with the config of the cache.
+_MODEL_SHAPE = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all layers of a cache share and nothing changes."""
+
+    config: Any
+    policy: EvictionPolicy
+    prefill: str
+    prefill_chunk: int
+    prompt_length: int | tuple[int, ...] | None
+    dtype: torch.dtype | None
+    max_rollback: int | None
+    max_positions: int | None
+    whole_masks: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
+        # A copied cache belongs to the same model: its config must stay the model's own object,
+        # or a later model.set_attn_implementation() would go unnoticed.
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments with which an H2OCache of these settings is made."""
+        return {name: getattr(self, name) for name in OPTIONS}
+
+    def check_pairing(self) -> None:
+        """Raise where the model runs another attention function than ours."""
+        attention = self.config._attn_implementation
+        if attention != ATTENTION_NAME:
+            raise RuntimeError(
+                f'H2OCache: attn_implementation must be "{ATTENTION_NAME}", got "{attention}"; '
+                f'call model.set_attn_implementation("{ATTENTION_NAME}") and make the cache from '
+                "model.config"
+            )
+
+
+def model_shape(config: Any) -> dict[str, Any]:
+    """What two configs must share for a cache of one to serve the other."""
+    return {name: getattr(config, name, None) for name in _MODEL_SHAPE}

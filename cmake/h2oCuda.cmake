@@ -64,6 +64,7 @@ set(h2o_cuda_sources
   csrc/h2o/ops/cuda/prefill_select_kernel.cpp
   csrc/h2o/ops/cuda/prompt_scores_bfloat16.cu
   csrc/h2o/ops/cuda/prompt_scores_float16.cu
+  csrc/h2o/ops/cuda/rotate_kernel.cpp
   csrc/h2o/ops/cuda/selection.cu)
 
 # Adds them to `target`.

@@ -8,4 +8,5 @@
 #include "h2o/ops/attention_decode.h"
 #include "h2o/ops/evict.h"
 #include "h2o/ops/prefill_select.h"
+#include "h2o/ops/rotate.h"
 #include "h2o/version.h"

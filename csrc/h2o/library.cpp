@@ -12,8 +12,8 @@ static const h2o::Registration registration(std::nullopt, [](torch::Library& m) 
       "num_heavy, "
       "int num_recent, *, str gqa_reduce=\"sum\", float? scale=None, int chunk=1, Tensor? "
       "alibi_slopes=None, "
-      "Tensor? row_budget=None, Tensor(e!)? k_evicted=None, Tensor(f!)? v_evicted=None) -> (Tensor "
-      "output, Tensor evicted)");
+      "Tensor? row_budget=None, Tensor(e!)? k_evicted=None, Tensor(f!)? v_evicted=None, Tensor? "
+      "rope_cos=None, Tensor? rope_sin=None) -> (Tensor output, Tensor evicted)");
 
   // Store tokens that have a score already and evict until the budget holds.
   m.def(
@@ -27,4 +27,7 @@ static const h2o::Registration registration(std::nullopt, [](torch::Library& m) 
       "h2o_prefill_select(Tensor query, Tensor key, Tensor position, int num_sink, int num_heavy, "
       "int num_recent, *, str gqa_reduce=\"sum\", float? scale=None, Tensor? alibi_slopes=None, "
       "Tensor? row_budget=None) -> (Tensor selected, Tensor scores)");
+
+  // Rotary position embeddings by angles that are looked up.
+  m.def("h2o_rotate(Tensor input, Tensor index, Tensor cos, Tensor sin) -> Tensor");
 });

@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["attention_decode", "evict", "prefill_select"]
+__all__ = ["attention_decode", "evict", "prefill_select", "rotate"]
 
 
 def attention_decode(
@@ -48,6 +48,8 @@ def attention_decode(
     row_budget: Tensor | None = None,
     k_evicted: Tensor | None = None,
     v_evicted: Tensor | None = None,
+    rope_cos: Tensor | None = None,
+    rope_sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend, score, evict and store, for each new token in turn.
 
@@ -83,6 +85,12 @@ def attention_decode(
         there, as its slot held them, so that a step can be undone. A column stays as it is where
         nobody left, or where the token that left had joined with this very chunk and so never was in
         a slot (with ``chunk = 1``: where a new token itself left). head_dim must have stride 1.
+    rope_cos, rope_sin : Tensor, float32 (float64 for a float64 cache), [num_ranks, pairs], optional
+        Both or neither: position rolling. Query, ``k_new`` and the keys in the cache are not rotated
+        then; in the step each is, as `rotate` does it, by the row of its rank: that of a cached token
+        among those that its KV head keeps, those of new tokens after them. On the CPU a rank without
+        a row is refused; on CUDA, where nobody looks, it takes the last one. What is rotated is
+        rounded to its own dtype, as in a model. Not with ``alibi_slopes``.
 
     Returns
     -------
@@ -129,6 +137,8 @@ def attention_decode(
         row_budget=row_budget,
         k_evicted=k_evicted,
         v_evicted=v_evicted,
+        rope_cos=rope_cos,
+        rope_sin=rope_sin,
     )
     return result
 
@@ -242,4 +252,42 @@ def prefill_select(
         alibi_slopes=alibi_slopes,
         row_budget=row_budget,
     )
+    return result
+
+
+def rotate(input: Tensor, index: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate vectors by angles that are looked up: rotary position embeddings.
+
+    With p pairs, the elements i and i + p of a vector are turned together by the angle i (the layout
+    of LLaMA and GPT-NeoX), and elements from 2 * p on stay as they are. With ``sin`` negated it is
+    undone.
+
+    Parameters
+    ----------
+    input : Tensor, [batch, heads, n, head_dim]
+    index : Tensor, int32 or int64, [batch or 1, heads or 1, n]
+        By which row of ``cos`` and ``sin``; negative = the result is zeros. On the CPU an index
+        without a row is refused; on CUDA, where nobody looks, it takes the last one.
+    cos, sin : Tensor, float32 (float64 for float64 vectors), [num_angles, p]
+        2 * p <= head_dim.
+
+    Returns
+    -------
+    output : Tensor
+        Sizes and dtype of ``input``, contiguous.
+
+    Notes
+    -----
+    RoPE (Su et al., arXiv 2104.09864). Computed in the dtype of the angles.
+
+    Examples
+    --------
+    >>> import torch, h2o_kv
+    >>> angles = torch.arange(4.0)[:, None] * torch.tensor([1.0, 0.1])  # of four positions
+    >>> ones = torch.ones(1, 1, 4, 4)
+    >>> turned = h2o_kv.ops.rotate(ones, torch.arange(4)[None, None], angles.cos(), angles.sin())
+    >>> torch.allclose(turned[0, 0, 0], ones[0, 0, 0]), torch.allclose(turned.norm(), ones.norm())
+    (True, True)
+    """
+    result: Tensor = torch.ops.h2o.h2o_rotate.default(input, index, cos, sin)
     return result

@@ -107,6 +107,8 @@ def attention_decode(
     row_budget: Tensor | None = None,
     k_evicted: Tensor | None = None,
     v_evicted: Tensor | None = None,
+    rope_cos: Tensor | None = None,
+    rope_sin: Tensor | None = None,
     trace: list[Step] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend, score, evict and store: steps 1 to 6 for each new token, or chunk of new tokens.
@@ -141,6 +143,10 @@ def attention_decode(
     k_evicted, v_evicted : Tensor, as `k_new`, optional, both or neither
         Key and value of the token that `evicted` names in each column, if it was in a slot. Other
         columns are left as they are. Written in place.
+    rope_cos, rope_sin : Tensor, float, [num_ranks, pairs], optional, both or neither
+        Position rolling: query and keys are not rotated, and turned here by the angles of their
+        ranks: of a cached token among those of its KV head, of new ones after them. Rounded to the
+        dtype of the cache then.
     trace : list of Step, optional
         One Step is appended for each row, chunk and KV head, in this order.
 
@@ -188,6 +194,12 @@ def attention_decode(
                 keys = torch.cat([_float64(cache.keys[slots]), _float64(new_keys)])
                 values = torch.cat([_float64(cache.values[slots]), _float64(new_values)])
                 queries = _float64(query[row, group][:, columns])
+                if rope_cos is not None and rope_sin is not None:
+                    angles = _float64(rope_cos), _float64(rope_sin)
+                    in_order = sorted(candidates)
+                    ranks = [in_order.index(position) for position in candidates]
+                    keys = _rotated(keys, ranks, *angles, k_cache.dtype)
+                    queries = _rotated(queries, ranks[len(slots) :], *angles, k_cache.dtype)
                 score_before = torch.cat(
                     [_float64(cache.scores[slots]), torch.zeros(len(columns), dtype=torch.float64)]
                 )
@@ -580,6 +592,20 @@ def _chunks(position_new: Tensor, chunk: int) -> Iterator[tuple[list[int], list[
 
 def _float64(tensor: Tensor) -> Tensor:
     return tensor.to(device="cpu", dtype=torch.float64)
+
+
+def _rotated(
+    vectors: Tensor, ranks: list[int], cos: Tensor, sin: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Vectors [..., n, head_dim], each turned by the angles of its rank: element i with i + pairs.
+
+    Rounded to `dtype`, as models round what they rotate.
+    """
+    pairs = cos.shape[1]
+    x, y = vectors[..., :pairs], vectors[..., pairs : 2 * pairs]
+    c, s = cos[ranks], sin[ranks]
+    turned = torch.cat([x * c - y * s, y * c + x * s, vectors[..., 2 * pairs :]], -1)
+    return _float64(turned.to(dtype))
 
 
 def _gqa_reduce(name: str, gqa_reduce: str) -> Callable[[Tensor], Tensor]:

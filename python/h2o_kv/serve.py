@@ -101,6 +101,7 @@ def generate_many(
     prefill: str = "one_shot",
     prefill_chunk: int = 64,
     dtype: torch.dtype | None = None,
+    positions: str = "original",
 ) -> Iterator[Completion]:
     """Generate for each request in a batch that is kept full.
 
@@ -121,7 +122,7 @@ def generate_many(
         >= 1.
     eos_token_id : int or sequence of int, optional
         Default: that of model.generation_config.
-    prefill, prefill_chunk, dtype
+    prefill, prefill_chunk, dtype, positions
         As in H2OCache.
 
     Yields
@@ -153,12 +154,14 @@ def generate_many(
         raise TypeError(f"generate_many: batch_size must be an integer, got {batch_size!r}")
     if batch_size < 1:
         raise ValueError(f"generate_many: batch_size must be >= 1, got {batch_size}")
-    options: dict[str, Any] = dict(prefill=prefill, prefill_chunk=prefill_chunk, dtype=dtype)
+    options: dict[str, Any] = dict(
+        prefill=prefill, prefill_chunk=prefill_chunk, dtype=dtype, positions=positions
+    )
     longest = None
     if policy.has_ratio:
         requests = list(requests)
         longest = max((len(request.input_ids) for request in requests), default=1)
-    batch = H2OCache(model.config, policy, prompt_length=longest, **options)
+    batch = H2OCache(model, policy, prompt_length=longest, **options)
     if eos_token_id is None:
         eos_token_id = model.generation_config.eos_token_id
     loop = _Batch(model, batch, policy, options, token_ids(eos_token_id), batch_size)
@@ -197,7 +200,7 @@ class _Batch:
         """Put the next request that needs more than its first token into a free row."""
         for index, request in requests:
             running = self._start(index, request)
-            cache = H2OCache(self.model.config, self.policy, **self.options)
+            cache = H2OCache(self.model, self.policy, **self.options)
             running.add(self._forward(running.ids, cache)[:, -1])
             done = running.completion(self.eos)
             if done is not None:

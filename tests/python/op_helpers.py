@@ -62,6 +62,16 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def rank_angles(num_ranks: int, pairs: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """`rope_cos` and `rope_sin` for a cache of `dtype`, of a model whose angles are scaled."""
+    frequencies = 100.0 ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    angles = torch.arange(num_ranks)[:, None] * frequencies
+    return {
+        "rope_cos": 1.1 * angles.cos().to(score_dtype(dtype)),
+        "rope_sin": 1.1 * angles.sin().to(score_dtype(dtype)),
+    }
+
+
 # --- state and tokens ---------------------------------------------------------------------------
 
 
@@ -350,7 +360,7 @@ def decode(
         query, key, value = (laid_out(t, layouts[0]) for t in (query, key, value))
         view = cache_laid_out(moved, layouts[1])
         moved = view.state
-    for name in ("alibi_slopes", "row_budget"):
+    for name in ("alibi_slopes", "row_budget", "rope_cos", "rope_sin"):
         if options.get(name) is not None:
             options[name] = options[name].to(device)
     room = {name: options[name] for name in ("k_evicted", "v_evicted") if name in options}
@@ -484,12 +494,24 @@ def full_attention(
     )
 
 
+def rotated(vectors: Tensor, index: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Vectors [..., n, head_dim] turned by the angles of rows `index` [n], in their own dtype."""
+    pairs = cos.shape[1]
+    turn = torch.polar(torch.ones_like(cos), torch.atan2(sin, cos)) * (cos**2 + sin**2).sqrt()
+    halves = vectors[..., : 2 * pairs].to(cos.dtype).unflatten(-1, (2, pairs))
+    turned = torch.complex(halves[..., 0, :], halves[..., 1, :]) * turn[index]
+    both = torch.cat([turned.real, turned.imag], -1).to(vectors.dtype)
+    return torch.cat([both, vectors[..., 2 * pairs :]], -1)
+
+
 def pytorch_output(
     before: State,
     tokens: Tokens,
     step: Step,
     scale: float | None = None,
     alibi_slopes: Tensor | None = None,
+    rope_cos: Tensor | None = None,
+    rope_sin: Tensor | None = None,
 ) -> Tensor:
     """What PyTorch in the tensors' own dtype gives for the step of one row and head.
 
@@ -502,6 +524,10 @@ def pytorch_output(
     values = torch.cat([before.v_cache[row, head, slots], tokens.value[row, head, columns]])
     group = tokens.query.shape[1] // tokens.key.shape[1]
     queries = tokens.query[row, head * group : (head + 1) * group][:, columns]
+    if rope_cos is not None and rope_sin is not None:
+        order = torch.tensor(step.candidates).argsort().argsort()
+        keys = rotated(keys, order, rope_cos, rope_sin)
+        queries = rotated(queries, order[len(slots) :], rope_cos, rope_sin)
     logits = queries @ keys.T * (queries.shape[-1] ** -0.5 if scale is None else scale)
     if alibi_slopes is not None:
         distance = torch.tensor(step.candidates)[None] - torch.tensor(step.positions)[:, None]
@@ -535,6 +561,10 @@ def check_calls(
     dtype = state.k_cache.dtype
     group = tokens.query.shape[1] // tokens.key.shape[1]
     options.update(scale=scale, alibi_slopes=alibi_slopes)
+    rope = [options.get(name) for name in ("rope_cos", "rope_sin")]
+    score_tolerance = SCORE_TOLERANCE[dtype]
+    if rope[0] is not None and dtype.itemsize == 2:
+        score_tolerance = 2e-3  # Rotated numbers may be rounded to either neighbour.
     all_steps: list[Step] = []
     decided = 0
     for begin in range(0, tokens.num, width):
@@ -545,7 +575,7 @@ def check_calls(
         )
         _, true_evicted, steps = reference_decode(expected, new, counts, chunk=width, **options)
         largest = max((s.scores.abs().max().item() for s in steps), default=0.0)
-        tolerance = SCORE_TOLERANCE[dtype] * (group * width + 0.1 * largest)
+        tolerance = score_tolerance * (group * width + 0.1 * largest)
         padded = new.position < 0
         assert not output.transpose(1, 2)[padded].any(), "the output of padding must be 0"
         if not steps:
@@ -557,7 +587,7 @@ def check_calls(
             heads = slice(head * group, (head + 1) * group)
             true = step.output
             error = (output[row, heads][:, columns].double() - true).abs().max()
-            by_pytorch = pytorch_output(before, new, step, scale, alibi_slopes)
+            by_pytorch = pytorch_output(before, new, step, scale, alibi_slopes, *rope)
             allowed = 2 * (by_pytorch.double() - true).abs().max() + OUTPUT_ATOL[dtype]
             assert error <= allowed, f"output of row {row}, head {head}: {error} > {allowed}"
             where = f"row {row}, head {head}, tokens {step.positions}"

@@ -37,6 +37,7 @@ from op_helpers import (
     pad,
     planted_tokens,
     random_state,
+    rank_angles,
     reference_decode,
     score_dtype,
 )
@@ -129,6 +130,7 @@ class Problem:
     gqa_reduce: str
     sharpness: float | None  # the scale, in units of the default one
     alibi: str
+    rotated: float  # share of head_dim, with position rolling; 0 = without
     position_dtype: torch.dtype
     layout: str
     cache_layout: str
@@ -156,6 +158,7 @@ def problems(draw: st.DrawFn) -> Problem:
         gqa_reduce=draw(st.sampled_from(["sum", "max"])),
         sharpness=draw(st.sampled_from([None, 0.5, 1.5])),
         alibi=draw(st.sampled_from(["none", "none", "float32", "float64"])),
+        rotated=draw(st.sampled_from([0, 0, 0.3, 1])),
         position_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
         layout=draw(st.sampled_from(LAYOUTS)),
         cache_layout=draw(st.sampled_from(CACHE_LAYOUTS)),
@@ -184,6 +187,9 @@ def inputs(p: Problem, dtype: torch.dtype) -> tuple[State, Tokens, dict[str, Any
     row_budget = None if p.row_budget is None else torch.tensor(p.row_budget)
     scale = None if p.sharpness is None else p.sharpness * p.head_dim**-0.5
     options = {"gqa_reduce": p.gqa_reduce, "scale": scale, "alibi_slopes": slopes}
+    pairs = int(p.head_dim * p.rotated / 2)
+    if pairs > 0:
+        options.update(alibi_slopes=None, **rank_angles(p.capacity + p.num_new, pairs, dtype))
     return state, tokens, {**options, "row_budget": row_budget}
 
 

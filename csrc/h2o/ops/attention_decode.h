@@ -21,6 +21,11 @@ struct DecodeOptions {
   // is left as it is where nobody left, or where the token that left had joined with this very
   // chunk and so never was in a slot.
   std::optional<at::Tensor> k_evicted = std::nullopt, v_evicted = std::nullopt;
+  // [num_ranks, pairs], both or neither: position rolling. query, k_new and the cache's keys are
+  // not rotated then; in the step each is, as rotate() does it, by the row of its rank: that of a
+  // cached token among those that its KV head keeps, those of new ones after them. float32
+  // (float64 for a float64 cache).
+  std::optional<at::Tensor> rope_cos = std::nullopt, rope_sin = std::nullopt;
 };
 
 struct DecodeResult {
@@ -34,7 +39,7 @@ struct DecodeResult {
 // if the budget is exceeded, store the token in an empty slot or in the victim's. The cache is
 // written in place. The policy must have counts, not ratios. Goes through the dispatcher:
 // torch.ops.h2o.h2o_attention_decode is the same.
-//   query         [batch, num_q_heads, num_new, head_dim], rotated already
+//   query         [batch, num_q_heads, num_new, head_dim], rotated already unless rope_cos is given
 //   k_new, v_new  [batch, num_kv_heads, num_new, head_dim]
 //   position_new  [batch, num_new], int32 or int64, increasing along a row; negative = padding
 H2O_API DecodeResult attention_decode(const at::Tensor& query, const KVCache& cache,

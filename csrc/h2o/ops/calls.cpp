@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty_like.h>
 
+#include <array>
 #include <cmath>
 #include <initializer_list>
 #include <limits>
@@ -78,6 +79,22 @@ void check_evicted(const char* op, const KVCache& cache, const at::Tensor& k_new
   if (!cache.k_cache.is_meta()) check_apart(op, "v_evicted", *v_evicted, "k_evicted", *k_evicted);
 }
 
+// Angles to turn the pairs of `vectors` by, [..., head_dim].
+void check_angles(const char* op, const std::array<const char*, 2>& names, const at::Tensor& cos,
+                  const at::Tensor& sin, const char* vectors_name, const at::Tensor& vectors) {
+  constexpr const char* kAngles = "[num_angles, pairs]";
+  check_dim(op, names[0], cos, kAngles, 2);
+  check_sizes(op, names[1], sin, kAngles, {cos.sym_size(0), cos.sym_size(1)});
+  for (const auto& [name, tensor] : {std::pair(names[0], &cos), {names[1], &sin}}) {
+    check_dtype(op, name, *tensor, score_dtype(vectors.scalar_type()));
+    check_device(op, name, *tensor, vectors_name, vectors);
+  }
+  TORCH_CHECK(cos.sym_size(0) >= 1, op, ": ", names[0], " must have at least one row, got 0");
+  TORCH_CHECK(cos.sym_size(1) >= 1 && cos.sym_size(1) * 2 <= vectors.sym_size(3), op, ": ",
+              names[0], " must have 1..head_dim / 2 pairs, got ", cos.sym_size(1),
+              " with head_dim=", vectors.sym_size(3));
+}
+
 }  // namespace
 
 at::Tensor DecodeCall::readable(const at::Tensor& input) const {
@@ -100,7 +117,8 @@ DecodeCall DecodeCall::check(
     const at::Tensor& v_new, const at::Tensor& position_new, int64_t num_sink, int64_t num_heavy,
     int64_t num_recent, std::string_view gqa_reduce, std::optional<double> scale, int64_t chunk,
     const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& row_budget,
-    const std::optional<at::Tensor>& k_evicted, const std::optional<at::Tensor>& v_evicted) {
+    const std::optional<at::Tensor>& k_evicted, const std::optional<at::Tensor>& v_evicted,
+    const std::optional<at::Tensor>& rope_cos, const std::optional<at::Tensor>& rope_sin) {
   constexpr const char* kOp = "h2o_attention_decode";
   constexpr const char* kQuery = "[batch, num_q_heads, num_new, head_dim]";
   const KVCache cache = KVCache::from(kOp, k_cache, v_cache, scores, positions);
@@ -117,6 +135,16 @@ DecodeCall DecodeCall::check(
   check_alibi_slopes(kOp, alibi_slopes, query);
   check_row_budget(kOp, row_budget, "k_cache", k_cache);
   check_evicted(kOp, cache, k_new, k_evicted, v_evicted);
+  TORCH_CHECK(rope_cos.has_value() == rope_sin.has_value(), kOp,
+              ": rope_cos and rope_sin must be given together, got ",
+              rope_cos ? "rope_cos" : "rope_sin", " alone");
+  if (rope_cos) {
+    TORCH_CHECK(
+        !alibi_slopes, kOp,
+        ": rope_cos and alibi_slopes must not be given together: ALiBi's bias is of original "
+        "positions");
+    check_angles(kOp, {"rope_cos", "rope_sin"}, *rope_cos, *rope_sin, "k_cache", k_cache);
+  }
   return {query,
           cache,
           k_new,
@@ -129,7 +157,9 @@ DecodeCall DecodeCall::check(
           alibi_slopes,
           row_budget,
           k_evicted,
-          v_evicted};
+          v_evicted,
+          rope_cos,
+          rope_sin};
 }
 
 EvictCall EvictCall::check(const at::Tensor& k_cache, const at::Tensor& v_cache,
@@ -187,6 +217,23 @@ SelectCall SelectCall::check(const at::Tensor& query, const at::Tensor& key,
           checked_scale(kOp, scale, query),
           alibi_slopes,
           row_budget};
+}
+
+RotateCall RotateCall::check(const at::Tensor& input, const at::Tensor& index,
+                             const at::Tensor& cos, const at::Tensor& sin) {
+  constexpr const char* kOp = "h2o_rotate";
+  constexpr const char* kIndex = "[batch or 1, heads or 1, n]";
+  check_dim(kOp, "input", input, "[batch, heads, n, head_dim]", 4);
+  check_floating_dtype(kOp, "input", input);
+  check_head_dim(kOp, input.sym_size(3));
+  check_dim(kOp, "index", index, kIndex, 3);
+  const auto batch = index.sym_size(0) == 1 ? c10::SymInt(1) : input.sym_size(0);
+  const auto heads = index.sym_size(1) == 1 ? c10::SymInt(1) : input.sym_size(1);
+  check_sizes(kOp, "index", index, kIndex, {batch, heads, input.sym_size(2)});
+  check_index_dtype(kOp, "index", index);
+  check_device(kOp, "index", index, "input", input);
+  check_angles(kOp, {"cos", "sin"}, cos, sin, "input", input);
+  return {input, index, cos, sin};
 }
 
 at::Tensor empty_output(const at::Tensor& query) {

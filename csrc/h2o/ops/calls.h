@@ -26,6 +26,7 @@ struct DecodeCall {
   std::optional<at::Tensor> alibi_slopes;          // [num_q_heads]
   std::optional<at::Tensor> row_budget;            // [batch, 3]
   std::optional<at::Tensor> k_evicted, v_evicted;  // as k_new, written; both or neither
+  std::optional<at::Tensor> rope_cos, rope_sin;    // [num_ranks, pairs]; both or neither
 
   // `input` as readable_input() has it beside all that this call writes.
   at::Tensor readable(const at::Tensor& input) const;
@@ -38,7 +39,8 @@ struct DecodeCall {
       const at::Tensor& v_new, const at::Tensor& position_new, int64_t num_sink, int64_t num_heavy,
       int64_t num_recent, std::string_view gqa_reduce, std::optional<double> scale, int64_t chunk,
       const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& row_budget,
-      const std::optional<at::Tensor>& k_evicted, const std::optional<at::Tensor>& v_evicted);
+      const std::optional<at::Tensor>& k_evicted, const std::optional<at::Tensor>& v_evicted,
+      const std::optional<at::Tensor>& rope_cos, const std::optional<at::Tensor>& rope_sin);
 };
 
 struct EvictCall {
@@ -75,6 +77,15 @@ struct SelectCall {
                           const std::optional<at::Tensor>& row_budget);
 };
 
+struct RotateCall {
+  at::Tensor input;     // [batch, heads, n, head_dim]
+  at::Tensor index;     // [batch or 1, heads or 1, n]
+  at::Tensor cos, sin;  // [num_angles, pairs]
+
+  static RotateCall check(const at::Tensor& input, const at::Tensor& index, const at::Tensor& cos,
+                          const at::Tensor& sin);
+};
+
 // An output for `query`: its sizes and its layout, but head_dim always with stride 1, since the
 // kernels write so.
 at::Tensor empty_output(const at::Tensor& query);
@@ -90,10 +101,12 @@ DecodeOutputs decode_entry(
     const at::Tensor& v_new, const at::Tensor& position_new, int64_t num_sink, int64_t num_heavy,
     int64_t num_recent, std::string_view gqa_reduce, std::optional<double> scale, int64_t chunk,
     const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& row_budget,
-    const std::optional<at::Tensor>& k_evicted, const std::optional<at::Tensor>& v_evicted) {
-  const DecodeCall call = DecodeCall::check(
-      query, k_cache, v_cache, scores, positions, k_new, v_new, position_new, num_sink, num_heavy,
-      num_recent, gqa_reduce, scale, chunk, alibi_slopes, row_budget, k_evicted, v_evicted);
+    const std::optional<at::Tensor>& k_evicted, const std::optional<at::Tensor>& v_evicted,
+    const std::optional<at::Tensor>& rope_cos, const std::optional<at::Tensor>& rope_sin) {
+  const DecodeCall call =
+      DecodeCall::check(query, k_cache, v_cache, scores, positions, k_new, v_new, position_new,
+                        num_sink, num_heavy, num_recent, gqa_reduce, scale, chunk, alibi_slopes,
+                        row_budget, k_evicted, v_evicted, rope_cos, rope_sin);
   auto result = kernel(call);
   call.mark_written();
   return result;
@@ -123,6 +136,12 @@ SelectOutputs select_entry(const at::Tensor& query, const at::Tensor& key,
                            const std::optional<at::Tensor>& row_budget) {
   return kernel(SelectCall::check(query, key, position, num_sink, num_heavy, num_recent, gqa_reduce,
                                   scale, alibi_slopes, row_budget));
+}
+
+template <at::Tensor (*kernel)(const RotateCall&)>
+at::Tensor rotate_entry(const at::Tensor& input, const at::Tensor& index, const at::Tensor& cos,
+                        const at::Tensor& sin) {
+  return kernel(RotateCall::check(input, index, cos, sin));
 }
 
 }  // namespace h2o

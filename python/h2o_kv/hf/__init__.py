@@ -18,11 +18,13 @@ check_transformers(transformers.__version__)
 from h2o_kv.hf.attention import cache_kwarg, register  # noqa: E402
 from h2o_kv.hf.cache import CacheBytes, H2OCache  # noqa: E402
 from h2o_kv.hf.layer import H2OLayer  # noqa: E402
+from h2o_kv.hf.rolling import ROLLING_MODELS  # noqa: E402
 from h2o_kv.hf.session import SessionError  # noqa: E402
 
 register()
 
 __all__ = [
+    "ROLLING_MODELS",
     "TRANSFORMERS_BELOW",
     "TRANSFORMERS_MIN",
     "CacheBytes",

@@ -135,6 +135,9 @@ def h2o_attention_forward(
     for name, argument in kwargs.items():
         if argument is not None and name not in _NOT_USED:
             _check_argument(name, argument, tokens)
+    rolling = layer.settings.rolling
+    if rolling is not None:
+        query, key = rolling.undo(query, key, kwargs.get("position_ids"))
     return layer.attend(query, key, value, attention_mask, scaling), None
 
 

@@ -10,17 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from h2o_kv._C import Budget, EvictionPolicy
 from h2o_kv.hf import session
 from h2o_kv.hf.layer import H2OLayer, Handover
+from h2o_kv.hf.rolling import Rolling
 from h2o_kv.hf.settings import ATTENTION_NAME, Settings, model_shape
 
 __all__ = ["CacheBytes", "H2OCache"]
 
 _PREFILLS = ("one_shot", "streaming")
+_POSITIONS = ("original", "rolling")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Models whose position embedding is a table with an end, and the config key that says where.
@@ -59,8 +61,8 @@ class H2OCache(Cache):  # type: ignore[misc]
 
     Parameters
     ----------
-    config : PreTrainedConfig
-        `model.config` of a decoder-only model.
+    config : PreTrainedConfig or PreTrainedModel
+        `model.config` of a decoder-only model, or the model itself, which positions="rolling" needs.
     policy : EvictionPolicy
         How many tokens each row and KV head keeps. Ratios are of the real tokens of each row's
         prompt: its first forward, unless prompt_length says otherwise. In a padded batch the
@@ -84,6 +86,11 @@ class H2OCache(Cache):  # type: ignore[misc]
         since it does not ask; 0 never does. By default recording starts when transformers asks
         for it, with 32. While it lasts, forwards of up to max_rollback + 1 tokens past the prompt
         are steps, one token after the other, and the first forward needs prompt_length.
+    positions : {"original", "rolling"}
+        original: a token keeps the position, and so the rotation, with which it came. rolling: its
+        position is its rank among the tokens that its KV head keeps, so that none is ever past
+        budget + new tokens: for streams longer than the model's context. Then `k_cache` holds keys
+        without rotation. For models with rotary embeddings, see `h2o_kv.hf.ROLLING_MODELS`.
 
     Raises
     ------
@@ -94,8 +101,8 @@ class H2OCache(Cache):  # type: ignore[misc]
 
     Notes
     -----
-    H2O (Zhang et al., NeurIPS 2023, arXiv 2306.14048). Positions are never renumbered: what stays
-    keeps the position, and so the rotation, with which it came.
+    H2O (Zhang et al., NeurIPS 2023, arXiv 2306.14048). The paper renumbers nothing; rolling is
+    StreamingLLM's (arXiv 2309.17453), and the policy stays the one that is given.
 
     Examples
     --------
@@ -127,6 +134,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         prompt_length: int | Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
         max_rollback: int | None = None,
+        positions: str = "original",
     ) -> None:
         decoder = _decoder_config(config)
         if not isinstance(policy, EvictionPolicy):
@@ -144,7 +152,18 @@ class H2OCache(Cache):  # type: ignore[misc]
             max_rollback = _count("H2OCache: max_rollback", max_rollback)
             if max_rollback < 0:
                 raise ValueError(f"H2OCache: max_rollback must be >= 0, got {max_rollback}")
+        if positions not in _POSITIONS:
+            raise ValueError(f'H2OCache: positions must be one of {_POSITIONS}, got "{positions}"')
+        rolling = None
+        if positions == "rolling":
+            if not isinstance(config, PreTrainedModel):
+                raise ValueError(
+                    'H2OCache: the model itself must be given with positions="rolling", whose rotary '
+                    f"embedding is undone, got {type(config).__name__}; H2OCache(model, ...)"
+                )
+            rolling = Rolling(config)
         self._settings = Settings(
+            model=config,
             config=decoder,
             policy=policy,
             prefill=prefill,
@@ -152,6 +171,8 @@ class H2OCache(Cache):  # type: ignore[misc]
             prompt_length=_prompt_length(prompt_length),
             dtype=dtype,
             max_rollback=max_rollback,
+            positions=positions,
+            rolling=rolling,
             max_positions=getattr(decoder, _LEARNED_POSITIONS.get(decoder.model_type, ""), None),
             whole_masks=_builds_whole_masks(decoder),
         )
@@ -173,6 +194,11 @@ class H2OCache(Cache):  # type: ignore[misc]
     def policy(self) -> EvictionPolicy:
         """How many tokens each row and KV head keeps."""
         return self._settings.policy
+
+    @property
+    def positions(self) -> str:
+        """What a token's rotation comes from: "original" position, or "rolling" rank."""
+        return self._settings.positions
 
     @property
     def prefill(self) -> str:
@@ -313,8 +339,8 @@ class H2OCache(Cache):  # type: ignore[misc]
             Of this cache, which has its memory: after a forward or `early_initialization`. What it
             held is forgotten.
         other : H2OCache
-            Of the same model and with the same `gqa_reduce`, such as one that a prompt was run
-            through alone. It keeps its row.
+            Of the same model and with the same `gqa_reduce` and `positions`, such as one that a
+            prompt was run through alone. It keeps its row.
         source : int
             Row of `other`, whose budget goes with it and must fit into the capacity here.
 
@@ -335,17 +361,20 @@ class H2OCache(Cache):  # type: ignore[misc]
         """
         if not isinstance(other, H2OCache):
             raise TypeError(f"H2OCache.insert: other must be an H2OCache, got {other!r}")
-        mine, theirs = model_shape(self._settings.config), model_shape(other._settings.config)
-        if mine != theirs:
-            raise ValueError(
-                f"H2OCache.insert: the model of both caches must be the same, got {mine} here and "
-                f"{theirs} in other"
-            )
-        if self.policy.gqa_reduce != other.policy.gqa_reduce:
-            raise ValueError(
-                "H2OCache.insert: gqa_reduce of both caches must be the same, got "
-                f'"{self.policy.gqa_reduce}" here and "{other.policy.gqa_reduce}" in other'
-            )
+        facts: dict[str, tuple[Any, Any]] = {
+            "the model": (
+                model_shape(self._settings.config),
+                model_shape(other._settings.config),
+            ),
+            "gqa_reduce": (self.policy.gqa_reduce, other.policy.gqa_reduce),
+            "positions": (self.positions, other.positions),
+        }
+        for name, (mine, theirs) in facts.items():
+            if mine != theirs:
+                raise ValueError(
+                    f"H2OCache.insert: {name} of both caches must be the same, got {mine!r} here and "
+                    f"{theirs!r} in other"
+                )
         for name, cache in (("this cache", self), ("other", other)):
             if cache.budgets is None:
                 raise ValueError(
@@ -406,7 +435,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         if n < 1:
             raise ValueError(f"H2OCache.fork: n must be >= 1, got {n}")
         settings = self._settings
-        copy = H2OCache(settings.config, settings.policy, **settings.options())
+        copy = H2OCache(settings.model, settings.policy, **settings.options())
         for layer, source in zip(copy.layers, self.layers, strict=True):
             layer.copy_from(source)
             if n > 1:
@@ -450,8 +479,9 @@ class H2OCache(Cache):  # type: ignore[misc]
         ----------
         file : str or path
             Of `save`.
-        config : PreTrainedConfig
-            `model.config` of the same model. Its weights are not looked at.
+        config : PreTrainedConfig or PreTrainedModel
+            `model.config` of the same model, or the model itself, which a cache of rolling positions
+            needs. Weights are not looked at.
         device : str or torch.device, optional
             Where the tensors go, a device of `h2o_kv.models.resolve_device`. Default: where each
             layer was, and the CPU if PyTorch has no such device here.
@@ -479,11 +509,13 @@ class H2OCache(Cache):  # type: ignore[misc]
         >>> again.policy == cache.policy
         True
         """
-        return session.load(file, _decoder_config(config), cls, device)
+        return session.load(file, config, _decoder_config(config), cls, device)
 
 
 def _decoder_config(config: Any) -> Any:
-    """Config of the decoder, if the cache can serve it."""
+    """Config of the decoder of a model, or of its config, if the cache can serve it."""
+    if isinstance(config, PreTrainedModel):
+        config = config.config
     if not isinstance(config, PretrainedConfig):
         raise TypeError(f"H2OCache: config must be that of a model, model.config, got {config!r}")
     if getattr(config, "is_encoder_decoder", False):

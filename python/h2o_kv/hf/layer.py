@@ -156,7 +156,8 @@ class H2OLayer(LayerMemory):
         ----------
         query : Tensor, [batch, num_q_heads, num_new, head_dim]
         key, value : Tensor, [batch, num_kv_heads, num_new, head_dim]
-            Any strides. Cast to the dtype of the cache.
+            Any strides. Cast to the dtype of the cache. With positions="rolling" neither query nor key
+            is rotated.
         attention_mask : Tensor, bool, [batch, 1, 1, num_new], optional
             True = real token. A [batch, 1, num_new, num_new] mask is taken if it says the same:
             causal, and the padding.
@@ -215,9 +216,22 @@ class H2OLayer(LayerMemory):
             chunk=chunk,
             row_budget=self.row_budget,
             **room,
+            **self._angles(new.key.shape[2], chunk),
         )
         self.tokens_seen.add_(new.added)
         return output
+
+    def _angles(self, num_new: int, chunk: int) -> dict[str, Tensor]:
+        """What h2o_attention_decode rotates by, with positions="rolling"."""
+        rolling = self.settings.rolling
+        if rolling is None:
+            return {}
+        assert self.keys is not None
+        most = max(
+            min(self.columns_seen + i, self.keys.shape[2]) + min(chunk, num_new - i)
+            for i in range(0, max(num_new, 1), chunk)
+        )
+        return rolling.by_rank(most, self.keys)
 
     def _join(self, new: _NewTokens) -> Tensor:
         """Let new tokens join as the cache's prefill says."""

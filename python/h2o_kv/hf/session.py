@@ -107,6 +107,7 @@ def save(file: str | os.PathLike[str], settings: Settings, states: Sequence[Laye
 
 def load(
     file: str | os.PathLike[str],
+    model: Any,
     config: Any,
     cache_class: type[H2OCache],
     device: str | torch.device | None,
@@ -124,7 +125,7 @@ def load(
             policy = _made(EvictionPolicy, "policy", header["policy"], _POLICY)
             options = _object("options", header["options"], OPTIONS)
             dtype = options["dtype"]
-            cache = cache_class(config, policy, **{**options, "dtype": DTYPES.get(dtype, dtype)})
+            cache = cache_class(model, policy, **{**options, "dtype": DTYPES.get(dtype, dtype)})
             states = _layer_states(content, header["layers"])
             _check(states, cache._settings)
         for layer, state, saved in zip(cache.layers, states, header["layers"], strict=True):

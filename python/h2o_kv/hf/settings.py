@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from h2o_kv._C import EvictionPolicy
+from h2o_kv.hf.rolling import Rolling
 
 __all__ = ["ATTENTION_NAME", "OPTIONS", "Settings", "model_shape"]
 
 # Name under which the attention and the mask function are registered.
 ATTENTION_NAME = "h2o"
 # Settings that are keyword arguments of H2OCache.
-OPTIONS = ("prefill", "prefill_chunk", "prompt_length", "dtype", "max_rollback")
+OPTIONS = ("prefill", "prefill_chunk", "prompt_length", "dtype", "max_rollback", "positions")
 # What a model must share with the config of the cache.
 _MODEL_SHAPE = (
     "model_type",
@@ -29,6 +30,7 @@ _MODEL_SHAPE = (
 class Settings:
     """What all layers of a cache share and nothing changes."""
 
+    model: Any  # or its config: what the cache was made from
     config: Any
     policy: EvictionPolicy
     prefill: str
@@ -36,6 +38,8 @@ class Settings:
     prompt_length: int | tuple[int, ...] | None
     dtype: torch.dtype | None
     max_rollback: int | None
+    positions: str
+    rolling: Rolling | None
     max_positions: int | None
     whole_masks: bool
 

@@ -31,12 +31,17 @@ template <typename T>
 const ChunkKernels<T>& chunk_kernels() {
   H2O_CHOOSE(template chunk_kernels<T>());
 }
+template <typename T>
+Rotate<T>& rotate_kernel() {
+  H2O_CHOOSE(template rotate_kernel<T>());
+}
 ScanSlots& scan_slots_kernel() { H2O_CHOOSE(scan_slots_kernel()); }
 #undef H2O_CHOOSE
 
 #define H2O_INSTANTIATE(type)                           \
   template const DecodeKernels<type>& decode_kernels(); \
-  template const ChunkKernels<type>& chunk_kernels();
+  template const ChunkKernels<type>& chunk_kernels();   \
+  template Rotate<type>& rotate_kernel();
 H2O_INSTANTIATE(float)
 H2O_INSTANTIATE(double)
 H2O_INSTANTIATE(at::Half)

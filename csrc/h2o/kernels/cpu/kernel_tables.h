@@ -2,6 +2,7 @@
 
 #include "h2o/kernels/cpu/chunk_kernels.h"
 #include "h2o/kernels/cpu/decode_kernels.h"
+#include "h2o/kernels/cpu/rotate_kernels.h"
 
 // The tables of kernels of every instruction set that was compiled. Only those that is_supported()
 // may be called.
@@ -12,6 +13,8 @@
   template <typename T>                     \
   const ChunkKernels<T>& chunk_kernels();   \
   ScanSlots& scan_slots_kernel();           \
+  template <typename T>                     \
+  Rotate<T>& rotate_kernel();               \
   }
 H2O_DECLARE_TABLES(baseline)
 #if defined(H2O_X86)

@@ -15,6 +15,7 @@
 #include "h2o/ops/cpu/share_out.h"
 #include "h2o/ops/cpu/workspace.h"
 #include "h2o/ops/registration.h"
+#include "h2o/ops/rolling.h"
 
 namespace h2o::cpu {
 namespace {
@@ -376,6 +377,7 @@ class Decoder {
 }  // namespace
 
 DecodeOutputs attention_decode(const DecodeCall& call) {
+  if (call.rope_cos) return decode_rolling(call, {attention_decode, rank, rotate});
   constexpr const char* kOp = "h2o_attention_decode";
   std::vector<RowTokens> tokens = read_tokens(kOp, "position_new", call.position_new);
   std::vector<Budget> budgets =

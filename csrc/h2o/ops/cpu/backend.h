@@ -8,5 +8,8 @@ namespace h2o::cpu {
 DecodeOutputs attention_decode(const DecodeCall& call);
 at::Tensor evict(const EvictCall& call);
 SelectOutputs prefill_select(const SelectCall& call);
+at::Tensor rotate(const RotateCall& call);
+// See RollingKernels.
+at::Tensor rank(const at::Tensor& positions);
 
 }  // namespace h2o::cpu

@@ -12,6 +12,7 @@
 #include "h2o/ops/cuda/backend.h"
 #include "h2o/ops/cuda/tensors.h"
 #include "h2o/ops/registration.h"
+#include "h2o/ops/rolling.h"
 
 namespace h2o {
 namespace cuda {
@@ -193,6 +194,7 @@ void decode_chunks(const DecodeCall& call, const Inputs& inputs, const at::Tenso
 }  // namespace
 
 DecodeOutputs attention_decode(const DecodeCall& call) {
+  if (call.rope_cos) return decode_rolling(call, {attention_decode, rank_by_sorting, rotate});
   const c10::cuda::OptionalCUDAGuard guard(call.query.device());
   check_candidates(kOp, "capacity + num_new", call.cache.capacity() + call.k_new.size(2));
   const Inputs inputs(call);

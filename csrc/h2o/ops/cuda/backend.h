@@ -9,5 +9,6 @@ namespace h2o::cuda {
 DecodeOutputs attention_decode(const DecodeCall& call);
 at::Tensor evict(const EvictCall& call);
 SelectOutputs prefill_select(const SelectCall& call);
+at::Tensor rotate(const RotateCall& call);
 
 }  // namespace h2o::cuda

@@ -1,0 +1,133 @@
+"""Position rolling: a token's position is its rank among the tokens that are kept.
+
+A cache made with positions="rolling" holds keys without their rotation. In every step each key is
+rotated by its rank among the kept tokens of its KV head, and the new tokens by the ranks that follow,
+so no rotation is ever by more than budget + new tokens, however long the stream. With sinks and no
+heavy hitters this is StreamingLLM (Xiao et al., ICLR 2024, arXiv 2309.17453, section 3.2); with heavy
+hitters, H2O joined to it. The angles are those of the model's own rotary module, scaled ones and those
+of a part of head_dim too; h2o_attention_decode rotates by them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ROLLING_MODELS", "Rolling"]
+
+# Models in which one rotary module serves all layers, the halves of a head are turned together, and
+# nothing happens to queries and keys between their rotation and attention.
+ROLLING_MODELS = ("gpt_neox", "llama", "mistral", "qwen2")
+
+_rotate = torch.ops.h2o.h2o_rotate.default
+
+
+class Rolling:
+    """The rotation of one model: how it is undone, and its angles by rank.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        One of ROLLING_MODELS.
+
+    Raises
+    ------
+    ValueError
+        The model is of another kind.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config(decoder=True)
+        if config.model_type not in ROLLING_MODELS:
+            raise ValueError(
+                f'H2OCache: positions="rolling" needs a model of {ROLLING_MODELS}, got '
+                f'"{config.model_type}"'
+            )
+        (self._rotary,) = (
+            module
+            for module in model.modules()
+            if type(module).__name__.endswith("RotaryEmbedding")
+        )
+        self._limit: int = config.max_position_embeddings
+        self._undoing: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._by_rank: tuple[Tensor, Tensor] | None = None
+
+    def undo(
+        self, query: Tensor, key: Tensor, position_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Take the model's rotation off again.
+
+        Parameters
+        ----------
+        query, key : Tensor, [batch, heads, num_new, head_dim]
+            As the model rotated them.
+        position_ids : Tensor, [1 or batch, num_new]
+            By which it did so.
+
+        Returns
+        -------
+        query, key : Tensor, as they were given
+
+        Raises
+        ------
+        ValueError
+            There are no position_ids.
+        """
+        if position_ids is None:
+            raise ValueError(
+                'H2OCache: the model must tell its position_ids to attention with positions="rolling", '
+                "got None"
+            )
+        if self._undoing is None or self._undoing[0] is not position_ids:
+            # Once a forward: all layers get the same tensor.
+            cos, sin = (_half(angle) for angle in self._rotary(key, position_ids))
+            norm = cos.square() + sin.square()  # Not 1 where scaled, or rounded to 16 bits.
+            rows, num_new, pairs = cos.shape
+            index = torch.arange(rows * num_new, dtype=torch.int32, device=key.device)
+            self._undoing = (
+                position_ids,
+                index.view(rows, 1, num_new),
+                (cos / norm).view(-1, pairs),
+                (-sin / norm).view(-1, pairs),
+            )
+        _, index, cos, sin = self._undoing
+        return _rotate(query, index, cos, sin), _rotate(key, index, cos, sin)
+
+    def by_rank(self, num_ranks: int, like: Tensor) -> dict[str, Tensor]:
+        """Angles of at least `num_ranks` ranks, as h2o_attention_decode takes them beside `like`.
+
+        Raises
+        ------
+        ValueError
+            They are more than the model's context has.
+        """
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        angles = self._by_rank
+        if (
+            angles is None
+            or len(angles[0]) < num_ranks
+            or angles[0].dtype != dtype
+            or angles[0].device != like.device
+        ):
+            if num_ranks > self._limit:
+                raise ValueError(
+                    "H2OCache: tokens kept and those that join them must be <= "
+                    f'max_position_embeddings = {self._limit} with positions="rolling", got '
+                    f'{num_ranks}; prefill="streaming" lets prefill_chunk of them join at a time'
+                )
+            length = min(2 ** (num_ranks - 1).bit_length(), self._limit)
+            # Where angles depend on the longest position so far, that is the model's own affair.
+            rotary = copy.deepcopy(self._rotary)
+            ranks = torch.arange(length, device=like.device)[None]
+            cos, sin = rotary(like.new_empty(0, dtype=dtype), ranks)
+            self._by_rank = angles = _half(cos)[0].contiguous(), _half(sin)[0].contiguous()
+        return {"rope_cos": angles[0], "rope_sin": angles[1]}
+
+
+def _half(angles: Tensor) -> Tensor:
+    """Those of the pairs: the second half repeats the first. In float32, or float64 if they are."""
+    pairs = angles.shape[-1] // 2
+    return angles[..., :pairs].to(torch.promote_types(angles.dtype, torch.float32))

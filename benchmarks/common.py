@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import random
+import resource
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -304,6 +305,12 @@ class ResultWriter:
         point.update(others, threads=torch.get_num_threads(), commit=self._commit)
         print(json.dumps(point), file=self._file, flush=True)
         return point
+
+
+def resident_mib() -> float:
+    """Resident memory of this process now, in MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
 
 
 def read_text(file: Path | None) -> str:

@@ -3,31 +3,26 @@
 
 Shows that resident memory stays flat, and that the last steps equal the float64 reference restarted
 from the state saved before them: the same victims at every step where the reference's margin is above
-float32's error, and the same outputs.
+float32's error, and the same outputs. With --rolling, keys are rotated by their rank among the kept
+tokens, and the angles end where the context of the model would: a rank past it would raise.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import time
-from pathlib import Path
 
 import torch
+from common import resident_mib
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
 from h2o_kv import ops, reference
 
-HEAD_DIM, NUM_KV_HEADS, GROUP_SIZE = 64, 2, 4
-
-
-def resident_mib() -> float:
-    """Resident memory of this process now, in MiB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
+# Of SmolLM2-135M.
+HEAD_DIM, NUM_KV_HEADS, GROUP_SIZE, THETA = 64, 3, 3, 100_000.0
 
 
 class Stream:
@@ -49,6 +44,13 @@ class Stream:
         return query, key, self.normal(1, NUM_KV_HEADS, count, HEAD_DIM)
 
 
+def rank_angles(num_ranks: int) -> dict[str, Tensor]:
+    """Of a rotary embedding over the whole head."""
+    pairs = HEAD_DIM // 2
+    turns = torch.arange(num_ranks)[:, None] / THETA ** (torch.arange(pairs) / pairs)
+    return {"rope_cos": turns.cos(), "rope_sin": turns.sin()}
+
+
 def main() -> int:
     """Run the stream and print one JSON line."""
     parser = argparse.ArgumentParser(
@@ -57,15 +59,24 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=100_000, help="length of the stream")
     parser.add_argument("--checked", type=int, default=1_000, help="steps compared at the end")
     parser.add_argument("--budget", type=int, default=256, help="slots: half heavy, half recent")
+    parser.add_argument(
+        "--sinks", type=int, default=0, help="slots of the budget for the first tokens"
+    )
+    parser.add_argument("--rolling", action="store_true", help="rotate keys by rank")
+    parser.add_argument("--context", type=int, default=8192, help="ranks that have angles")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="3,000 tokens, 200 of them compared")
     args = parser.parse_args()
     tokens, checked = (3_000, 200) if args.quick else (args.tokens, args.checked)
     if not 0 < checked < tokens:
         parser.error(f"--checked must be in 1..{tokens - 1}, got {checked}")
-    if args.budget < 2:
-        parser.error(f"--budget must be >= 2, got {args.budget}")
-    counts = (0, args.budget // 2, args.budget - args.budget // 2)
+    window = args.budget - args.sinks
+    if args.sinks < 0 or window < 2:
+        parser.error(
+            f"--budget must be >= --sinks + 2, and --sinks >= 0, got {args.budget} and {args.sinks}"
+        )
+    counts = (args.sinks, window // 2, window - window // 2)
+    angles = rank_angles(args.context) if args.rolling else {}
     stream = Stream(args.seed)
     screen = Console(stderr=True)
     state = [
@@ -81,7 +92,13 @@ def main() -> int:
     for _ in track(range(blocks), description="stream", console=screen):
         query, key, value = stream.next_tokens(block)
         ops.attention_decode(
-            query, *state, key, value, torch.arange(position, position + block)[None], *counts
+            query,
+            *state,
+            key,
+            value,
+            torch.arange(position, position + block)[None],
+            *counts,
+            **angles,
         )
         position += block
         memory.append(resident_mib())
@@ -95,9 +112,9 @@ def main() -> int:
         at = torch.tensor([[position]])
         steps: list[reference.Step] = []
         expected, left = reference.attention_decode(
-            query.double(), *saved, key.double(), value.double(), at, *counts, trace=steps
+            query.double(), *saved, key.double(), value.double(), at, *counts, trace=steps, **angles
         )
-        output, evicted = ops.attention_decode(query, *state, key, value, at, *counts)
+        output, evicted = ops.attention_decode(query, *state, key, value, at, *counts, **angles)
         worst = max(worst, float((output - expected).abs().max()))
         if torch.equal(evicted, left):
             equal += 1
@@ -111,6 +128,9 @@ def main() -> int:
         "op": "h2o_attention_decode",
         "tokens": position,
         "budget": args.budget,
+        "sinks": args.sinks,
+        "rolling": args.rolling,
+        "largest_position": args.budget if args.rolling else position - 1,
         "us_per_token": round(seconds / (blocks * block) * 1e6, 2),
         "resident_mib_after_first_block": round(memory[0], 1),
         "resident_mib_half_way": round(memory[middle], 1),

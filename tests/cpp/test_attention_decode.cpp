@@ -1264,6 +1264,7 @@ TEST_CASE("the dispatcher's entry refuses what the C++ types cannot hold",
       const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t,
       std::string_view, std::optional<double>, int64_t, const std::optional<at::Tensor>&,
       const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+      const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
       const std::optional<at::Tensor>&);
   const auto op = c10::Dispatcher::singleton()
                       .findSchemaOrThrow("h2o::h2o_attention_decode", "")
@@ -1274,7 +1275,7 @@ TEST_CASE("the dispatcher's entry refuses what the C++ types cannot hold",
     return refusal([&] {
       op.call(good.call.query, good.cache.k_cache, good.cache.v_cache, good.cache.scores,
               good.cache.positions, good.call.k_new, good.call.v_new, good.call.position_new,
-              num_sink, num_heavy, num_recent, reduce, {}, 1, {}, {}, {}, {});
+              num_sink, num_heavy, num_recent, reduce, {}, 1, {}, {}, {}, {}, {}, {});
     });
   };
   const Snapshot before(good.cache, {});

@@ -71,9 +71,17 @@ struct Options {
   std::optional<double> scale = std::nullopt;
   int64_t chunk = 1;
   std::optional<at::Tensor> alibi_slopes = std::nullopt, row_budget = std::nullopt;
+  std::optional<at::Tensor> rope_cos = std::nullopt, rope_sin = std::nullopt;
 
   Options moved() const {
-    return {budget, gqa_reduce, scale, chunk, ::moved(alibi_slopes), ::moved(row_budget)};
+    return {budget,
+            gqa_reduce,
+            scale,
+            chunk,
+            ::moved(alibi_slopes),
+            ::moved(row_budget),
+            ::moved(rope_cos),
+            ::moved(rope_sin)};
   }
 };
 struct Tokens {
@@ -100,7 +108,8 @@ Results decode(const char* name_space, const KVCache& cache, const Tokens& token
       op.call(tokens.query, cache.k_cache, cache.v_cache, cache.scores, cache.positions, tokens.key,
               tokens.value, tokens.position, options.budget.num_sink, options.budget.num_heavy,
               options.budget.num_recent, options.gqa_reduce, options.scale, options.chunk,
-              options.alibi_slopes, options.row_budget, k_evicted, v_evicted);
+              options.alibi_slopes, options.row_budget, k_evicted, v_evicted, options.rope_cos,
+              options.rope_sin);
   return {output, evicted, k_evicted, v_evicted};
 }
 
@@ -450,6 +459,21 @@ TEST_CASE("decode of random cases equals the CPU", "[emulated][attention_decode]
   const Tokens tokens = tokens_of(random, shape);
   if (shape.batch > 1 && shape.num_new > 0) pad(tokens);
   compare_decode(cache, tokens, options);
+}
+
+TEST_CASE("decode with position rolling equals the CPU", "[emulated][attention_decode][rotate]") {
+  const at::ScalarType dtype = GENERATE(at::kDouble, at::kFloat);
+  const int64_t chunk = GENERATE(1, 3, 8), head_dim = GENERATE(8, 15, 64);
+  CAPTURE(dtype, chunk, head_dim);
+  Random random(23);
+  const Shape shape = {2, 2, 3, head_dim, 9, 6, 6, dtype};
+  const at::Tensor angles = random.tensor({15, head_dim / 3}, dtype);
+  const KVCache cache = cache_of(random, shape);
+  const Tokens tokens = tokens_of(random, shape);
+  pad(tokens);
+  compare_decode(
+      cache, tokens,
+      {.budget = {1, 4, 4}, .chunk = chunk, .rope_cos = angles.cos(), .rope_sin = angles.sin()});
 }
 
 // ---- Evict --------------------------------------------------------------------------------------

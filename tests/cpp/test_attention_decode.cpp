@@ -1061,6 +1061,18 @@ TEST_CASE("decode refuses tensors that do not fit, before it writes", "[attentio
     good.options.alibi_slopes = tensor_of({.1, .2, .3, .4}, {4}, at::kHalf);
     message = "alibi_slopes must be float32 or float64, got Half";
   }
+  SECTION("an infinite slope") {
+    good.options.alibi_slopes = tensor_of({.1, .2, -INFINITY, .4}, {4});
+    message = "alibi_slopes must be finite as float32, got -inf for query head 2";
+  }
+  SECTION("a slope that is NaN") {
+    good.options.alibi_slopes = tensor_of({NAN, .2, .3, .4}, {4}, at::kDouble);
+    message = "alibi_slopes must be finite as float32, got nan for query head 0";
+  }
+  SECTION("a slope that is infinite in float32") {
+    good.options.alibi_slopes = tensor_of({.1, .2, .3, 1e39}, {4}, at::kDouble);
+    message = "alibi_slopes must be finite as float32, got 1e+39 for query head 3";
+  }
   SECTION("one budget for two rows") {
     good.options.row_budget = integers({1, 2, 2}, {3});
     message = "row_budget must be [batch, 3] = [2, 3], got [3]";

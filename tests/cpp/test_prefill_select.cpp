@@ -432,6 +432,10 @@ TEST_CASE("select refuses tensors that do not fit", "[prefill_select][cpu]") {
     good.options.alibi_slopes = tensor_of({.1, .2}, {2});
     message = "alibi_slopes must be [num_q_heads] = [4], got [2]";
   }
+  SECTION("a slope that is NaN") {
+    good.options.alibi_slopes = tensor_of({.1, NAN, .3, .4}, {4});
+    message = "alibi_slopes must be finite as float32, got nan for query head 1";
+  }
   SECTION("budgets of one row") {
     good.options.row_budget = good.options.row_budget->narrow(0, 0, 1);
     message = "row_budget must be [batch, 3] = [2, 3], got [1, 3]";

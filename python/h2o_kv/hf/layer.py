@@ -22,6 +22,7 @@ from h2o_kv._C import Budget, EvictionPolicy
 from h2o_kv.hf.journal import Entry, Forward, Journal
 
 __all__ = [
+    "ALIBI_MODELS",
     "ATTENTION_NAME",
     "LAYER_ATTRIBUTE",
     "OPTIONS",
@@ -35,6 +36,8 @@ __all__ = [
 
 # Name under which the attention and the mask function are registered.
 ATTENTION_NAME = "h2o"
+# Models whose attention has to be told of an H2OCache (alibi.py).
+ALIBI_MODELS = frozenset({"bloom", "mpt"})
 # Attribute of the key tensor by which the attention function finds its layer: the one channel that
 # every supported release and model family leaves open, and that is safe between threads.
 LAYER_ATTRIBUTE = "_h2o_layer"
@@ -90,9 +93,14 @@ class Settings:
         if attention != ATTENTION_NAME:
             raise RuntimeError(
                 f'H2OCache: attn_implementation must be "{ATTENTION_NAME}", got "{attention}"; '
-                f'call model.set_attn_implementation("{ATTENTION_NAME}") and make the cache from '
-                "model.config"
+                f"call {self.how_to_pair()} and make the cache from model.config"
             )
+
+    def how_to_pair(self) -> str:
+        """The call that lets the model run with its cache."""
+        if self.config.model_type in ALIBI_MODELS:
+            return "h2o_kv.hf.enable_alibi(model)"
+        return f'model.set_attn_implementation("{ATTENTION_NAME}")'
 
 
 class _Variable(DynamicInt):
@@ -196,6 +204,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         self._known_config = settings.config
         self._gqa_reduce = settings.policy.gqa_reduce
         self._window: int | None = None
+        self._alibi_slopes: Tensor | None = None  # [num_q_heads]: those of the latest step
         self._one: Tensor | None = None  # int32, [1]: torch adds it faster than a number.
 
     def __repr__(self) -> str:
@@ -281,6 +290,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         value: Tensor,
         attention_mask: Tensor | None,
         scale: float | None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """Attend, score, evict and store the new tokens: one call of h2o_attention_decode.
 
@@ -294,6 +304,8 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
             causal, and the padding.
         scale : float, optional
             Factor on query . key. Default head_dim ** -0.5.
+        alibi_slopes : Tensor, float32 or float64, [num_q_heads], optional
+            Adds slope * (key position - query position) to the logits.
 
         Returns
         -------
@@ -319,6 +331,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self.keys is not None
         assert self.tokens_seen is not None
 
+        self._alibi_slopes = alibi_slopes
         dtype = self.keys.dtype
         vectors = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
         new = _NewTokens(*vectors, *self._number(real, num_new), scale)
@@ -345,6 +358,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
             gqa_reduce=self._gqa_reduce,
             scale=new.scale,
             chunk=chunk,
+            alibi_slopes=self._alibi_slopes,
             row_budget=self.row_budget,
             **room,
         )
@@ -852,6 +866,7 @@ class H2OLayer(CacheLayerMixin):  # type: ignore[misc]
             self.restore(replace(state, tensors=copies))
             self.journal = None if other.journal is None else other.journal.map(torch.clone)
         self._in_prompt = other._in_prompt
+        self._alibi_slopes = other._alibi_slopes
 
     def state(self) -> LayerState:
         """What `restore` needs; its tensors are the layer's own."""

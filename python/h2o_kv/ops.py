@@ -76,7 +76,8 @@ def attention_decode(
         are scored row by row, and then as many leave as the budget demands (at most as many as
         joined). ``chunk >= num_new`` on an empty cache is the whole one-shot prefill.
     alibi_slopes : Tensor, float32 or float64, [num_q_heads], optional
-        Adds ``slope * (key position - query position)`` to the logits.
+        Adds ``slope * (key position - query position)`` to the logits. Finite, which is looked at on
+        the CPU alone.
     row_budget : Tensor, int32 or int64, [batch, 3], optional
         (num_sink, num_heavy, num_recent) of each row, instead of the three numbers, which must be a
         budget all the same.

@@ -18,6 +18,7 @@ from transformers import LogitsProcessorList
 from h2o_kv._C import EvictionPolicy
 from h2o_kv.generation import token_ids
 from h2o_kv.hf import H2OCache, cache_kwarg
+from h2o_kv.hf.settings import ALIBI_MODELS
 
 __all__ = ["Completion", "Request", "generate_many"]
 
@@ -183,6 +184,7 @@ class _Batch:
         self.model, self.cache, self.policy, self.options = model, cache, policy, options
         self.eos = eos
         self.rows: list[_Running | None] = [None] * batch_size
+        self.has_alibi = model.config.model_type in ALIBI_MODELS
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.no_grad()
@@ -222,8 +224,7 @@ class _Batch:
         logits = self._forward(
             torch.tensor(last, device=device)[:, None],
             self.cache,
-            # Rows without a request are padding. A 2-D mask would need a column for every step.
-            attention_mask=runs[:, None, None, None],
+            attention_mask=self._padding(runs),
             position_ids=position_ids[:, None].to(device, torch.long),
         )
         for row, running in enumerate(self.rows):
@@ -266,6 +267,11 @@ class _Batch:
             layer.lazy_initialization(
                 source.keys.new_empty(len(self.rows), num_kv_heads, 0, head_dim)
             )
+
+    def _padding(self, runs: Tensor) -> Tensor:
+        """Mask of a step in which rows without a request, False in `runs` [batch], are padding."""
+        # Models with ALiBi take a 2-D mask; others would want a column of it for every token seen.
+        return runs[:, None] if self.has_alibi else runs[:, None, None, None]
 
     def _forward(self, ids: Tensor, cache: H2OCache, **kwargs: Any) -> Tensor:
         """Logits [batch, 1 or length, vocabulary]; the last ones are the next token's."""

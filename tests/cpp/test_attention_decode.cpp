@@ -1207,6 +1207,19 @@ TEST_CASE("decode refuses numbers out of range, before it writes", "[attention_d
     good.options.scale = std::nan("");
     message = "scale must be finite, got nan";
   }
+  SECTION("an infinite slope") {
+    good.options.alibi_slopes =
+        tensor_of({.1, .2, -std::numeric_limits<double>::infinity(), .4}, {4});
+    message = "alibi_slopes must be finite as float32, got -inf for query head 2";
+  }
+  SECTION("a slope that is NaN") {
+    good.options.alibi_slopes = tensor_of({std::nan(""), .2, .3, .4}, {4}, at::kDouble);
+    message = "alibi_slopes must be finite as float32, got nan for query head 0";
+  }
+  SECTION("a slope that is infinite in float32") {
+    good.options.alibi_slopes = tensor_of({.1, .2, .3, 1e39}, {4}, at::kDouble);
+    message = "alibi_slopes must be finite as float32, got 1e+39 for query head 3";
+  }
   SECTION("a position twice") {
     good.call.position_new = integers({5, 6, 7, 5, 6, 6}, {2, 3});
     message = "position_new must increase along a row, got 6 before 6 in row 1, column 2";

@@ -458,6 +458,10 @@ TEST_CASE("select refuses numbers out of range", "[prefill_select][cpu]") {
     good.options.scale = std::nan("");
     message = "scale must be finite, got nan";
   }
+  SECTION("a slope that is NaN") {
+    good.options.alibi_slopes = tensor_of({.1, std::nan(""), .3, .4}, {4});
+    message = "alibi_slopes must be finite as float32, got nan for query head 1";
+  }
   SECTION("positions that fall") {
     good.prompt.position = integers({0, 1, 2, 4, 3, 0, 1, 2, 3, 4}, {2, 5});
     message = "position must increase along a row, got 4 before 3 in row 0, column 4";

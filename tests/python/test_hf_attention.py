@@ -21,7 +21,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from h2o_kv import EvictionPolicy, H2OCache
 from h2o_kv.hf import cache_kwarg
 from h2o_kv.hf.attention import h2o_attention_forward, h2o_mask, register
-from hf_models import FAMILIES, forward, generate, left_padded, tiny_config, tiny_model, tokens
+from hf_models import (
+    ALIBI_FAMILIES,
+    FAMILIES,
+    forward,
+    generate,
+    left_padded,
+    set_attention,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 
 POLICY = EvictionPolicy(num_heavy=4, num_recent=4)
 
@@ -43,7 +53,7 @@ def test_left_padding_equals_eager(family: str, cache_class: Any) -> None:
     cache = H2OCache(model.config, POLICY) if cache_class is H2OCache else None
     cache = DynamicCache() if cache_class is DynamicCache else cache
     got = forward(model, ids, cache, mask, position_ids=position_ids)
-    model.set_attn_implementation("eager")
+    set_attention(model, "eager")
     want = forward(model, ids, None, mask, position_ids=position_ids)
     torch.testing.assert_close(got[mask == 1], want[mask == 1], atol=1e-4, rtol=1e-4)
     # The test can fail: without the padding mask row 0 is another one.
@@ -71,7 +81,7 @@ def test_generate_with_another_cache_equals_sdpa(family: str) -> None:
     model = tiny_model(family)
     ids, mask = padded_batch()
     got = generate(model, ids, DynamicCache(), new=8, mask=mask)
-    model.set_attn_implementation("sdpa")
+    set_attention(model, "sdpa")
     assert torch.equal(got, generate(model, ids, DynamicCache(), new=8, mask=mask))
 
 
@@ -156,12 +166,15 @@ def test_mask_of_another_width_is_refused() -> None:
 def test_another_attention_with_an_h2o_cache_raises(family: str, attention: str) -> None:
     model = tiny_model(family, attention=attention)
     cache = H2OCache(model.config, POLICY)
-    match = f'attn_implementation must be "h2o", got "{attention}"'
+    own = family in ALIBI_FAMILIES  # And the implementation cannot be set.
+    match = f'attn_implementation must be "h2o", got "{"eager" if own else attention}"; call ' + (
+        r"h2o_kv\.hf\.enable_alibi\(model\)" if own else r"model\.set_attn_implementation\("
+    )
     with pytest.raises(RuntimeError, match=match):
         forward(model, tokens(1, 5), cache)
     with pytest.raises(RuntimeError, match=match):
         cache.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
-    model.set_attn_implementation("h2o")
+    set_attention(model, "h2o")
     forward(model, tokens(1, 5), cache)
     assert cache.get_seq_length() == 5
 

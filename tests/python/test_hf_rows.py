@@ -15,9 +15,8 @@ from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, Top
 import h2o_kv.serve
 from h2o_kv import EvictionPolicy, H2OCache
 from h2o_kv.serve import Completion, Request, generate_many
-from hf_models import EOS, forward, generate, tiny_model, tokens
+from hf_models import EOS, KINDS, forward, generate, tiny_model, tokens
 
-FAMILIES = ("llama", "opt", "gpt_neox")
 SMALL = EvictionPolicy(num_heavy=4, num_recent=3, num_sink=1)
 STATE = ("k_cache", "v_cache", "scores", "positions", "tokens_seen")
 
@@ -41,7 +40,7 @@ def assert_rows_equal(left: list[Tensor], right: list[Tensor]) -> None:
 # ---- insert and release
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_an_inserted_row_goes_on_as_it_would_alone(family: str) -> None:
     model = tiny_model(family, dtype=torch.float64)
     batch, alone = H2OCache(model.config, SMALL), H2OCache(model.config, SMALL)
@@ -223,7 +222,7 @@ def of_index(completions: Iterator[Completion]) -> dict[int, Completion]:
         EvictionPolicy(heavy_ratio=0.1, recent_ratio=0.1),
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_every_request_gets_what_it_gets_alone(family: str, policy: EvictionPolicy) -> None:
     model = tiny_model(family, dtype=torch.float64)
     lengths, new = (30, 5, 17, 1, 42, 8, 23), (6, 19, 1, 11, 8, 30, 4)

@@ -24,7 +24,7 @@ from transformers import BartConfig, LogitsProcessor, LogitsProcessorList
 from h2o_kv import EvictionPolicy, H2OCache, __version__
 from h2o_kv.hf import SessionError, cache_kwarg, session
 from h2o_kv.hf.memory import STATE_TENSORS
-from hf_models import forward, generate, left_padded, tiny_config, tiny_model, tokens
+from hf_models import KINDS, forward, generate, left_padded, tiny_config, tiny_model, tokens
 
 SMALL = EvictionPolicy(num_heavy=4, num_recent=3, num_sink=1)
 RATIOS = EvictionPolicy(heavy_ratio=0.3, recent_ratio=0.2, gqa_reduce="max")
@@ -79,7 +79,7 @@ class SaveAfter(LogitsProcessor):  # type: ignore[misc]
 
 @pytest.mark.parametrize("prefill", ["one_shot", "streaming"])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox"])
+@pytest.mark.parametrize("family", KINDS)
 def test_a_cache_saved_inside_generate_goes_on_in_a_new_one(
     family: str, padded: bool, prefill: str, tmp_path: Path
 ) -> None:

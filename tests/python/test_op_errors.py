@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -518,6 +519,23 @@ def number_cases() -> list[Case]:
             ValueError,
         )
         for value in ("1e+39", "-1e+300")
+    ]
+    cases += [
+        Case(
+            attention,
+            f"{{op}}: alibi_slopes must be finite as float32, got {got} for query head 2",
+            lambda a, bad=bad, dtype=dtype: {
+                "alibi_slopes": torch.tensor([0.5, 0.25, bad, 0.125], dtype=dtype)
+            },
+            ValueError,
+            "values",
+        )
+        for bad, dtype, got in (
+            (math.nan, torch.float32, "nan"),
+            (math.inf, torch.float32, "inf"),
+            (-math.inf, torch.float64, "-inf"),
+            (1e39, torch.float64, "1e+39"),
+        )
     ]
     return [
         *cases,

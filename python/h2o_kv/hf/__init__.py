@@ -4,7 +4,8 @@ Importing this registers the attention implementation "h2o" with transformers; n
 is changed. `settings.py` is what a cache is made with, `memory.py` what one decoder layer holds,
 `layer.py` its step: one call of the operator; `journal.py` is what it keeps to undo steps, `cache.py`
 the cache that consists of layers, `session.py` saves and loads it, `attention.py` is the only file
-that knows what transformers passes to an attention function.
+that knows what transformers passes to an attention function, `alibi.py` brings BLOOM and MPT to call
+it, and `rolling.py` counts positions by rank.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from h2o_kv.hf.versions import TRANSFORMERS_BELOW, TRANSFORMERS_MIN, check_trans
 
 check_transformers(transformers.__version__)
 
+from h2o_kv.hf.alibi import disable_alibi, enable_alibi  # noqa: E402
 from h2o_kv.hf.attention import cache_kwarg, register  # noqa: E402
 from h2o_kv.hf.cache import CacheBytes, H2OCache  # noqa: E402
 from h2o_kv.hf.layer import H2OLayer  # noqa: E402
@@ -32,4 +34,6 @@ __all__ = [
     "H2OLayer",
     "SessionError",
     "cache_kwarg",
+    "disable_alibi",
+    "enable_alibi",
 ]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from h2o_kv.hf.layer import LAYER_ATTRIBUTE, H2OLayer
-from h2o_kv.hf.settings import ATTENTION_NAME
+from h2o_kv.hf.settings import ALIBI_MODELS, ATTENTION_NAME
 
 __all__ = ["cache_kwarg", "h2o_attention_forward", "h2o_mask", "register"]
 
@@ -26,6 +26,7 @@ __all__ = ["cache_kwarg", "h2o_attention_forward", "h2o_mask", "register"]
 _CHANGES_RESULT = frozenset(
     {
         "alibi",
+        "alibi_slopes",
         "head_mask",
         "layer_head_mask",
         "position_bias",
@@ -83,6 +84,7 @@ def h2o_attention_forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    alibi_slopes: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as transformers calls it.
@@ -101,6 +103,8 @@ def h2o_attention_forward(
         Must be 0 with an H2OCache.
     scaling : float, optional
         Factor on query . key, taken as given (OPT passes 1.0). Default head_dim ** -0.5.
+    alibi_slopes : Tensor, float32 or float64, [num_q_heads], optional
+        From alibi.py, with an H2OCache only.
     **kwargs
         What the model passes besides; what would change the result is refused.
 
@@ -122,12 +126,22 @@ def h2o_attention_forward(
     layer: H2OLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
         return _plain_attention(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            alibi_slopes=alibi_slopes,
+            **kwargs,
         )
     layer.take_over(getattr(module, "config", None))
     _check_inference(module, dropout)
     if layer.journal is not None:
-        _check_continues(layer.columns_seen, key.shape[2], kwargs.get("position_ids"))
+        position_ids = kwargs.get("position_ids")
+        unknown = position_ids is None and alibi_slopes is not None
+        _check_continues(layer.columns_seen, key.shape[2], position_ids, unknown)
     tokens = layer.columns_seen + key.shape[2]
     # Some models (PhiMoE, Moshi) tell the window to their mask function and transformers' cache
     # alone; neither has a say here.
@@ -138,7 +152,7 @@ def h2o_attention_forward(
     rolling = layer.settings.rolling
     if rolling is not None:
         query, key = rolling.undo(query, key, kwargs.get("position_ids"))
-    return layer.attend(query, key, value, attention_mask, scaling), None
+    return layer.attend(query, key, value, attention_mask, scaling, alibi_slopes), None
 
 
 def h2o_mask(
@@ -167,7 +181,8 @@ def h2o_mask(
     -------
     mask : Tensor, bool, [batch, 1, 1, q_length], or None
         True = real token; None = all are. With other keys than the new ones, or another pattern
-        than causal, transformers' sdpa mask.
+        than causal, transformers' sdpa mask. For a model with an attention of its own (BLOOM, MPT),
+        transformers' eager mask.
 
     Raises
     ------
@@ -179,14 +194,15 @@ def h2o_mask(
         if cache_position is None:
             raise TypeError("h2o_mask: q_length or cache_position must be given, got neither")
         num_new = cache_position.shape[0]
-    if kv_length != num_new or mask_function is not causal_mask_function:
+    own_attention = getattr(kwargs.get("config"), "model_type", None) in ALIBI_MODELS
+    if own_attention or kv_length != num_new or mask_function is not causal_mask_function:
         if attention_mask is not None and attention_mask.shape[1] == kv_length:
             # The new columns alone: sdpa_mask counts from the first column seen.
             attention_mask = torch.nn.functional.pad(attention_mask, (kv_offset, 0), value=1)
         new_tokens = (
             {"cache_position": cache_position} if q_length is None else {"q_length": q_length}
         )
-        mask: Tensor | None = sdpa_mask(
+        mask: Tensor | None = (eager_mask if own_attention else sdpa_mask)(
             batch_size=batch_size,
             kv_length=kv_length,
             kv_offset=kv_offset,
@@ -255,16 +271,24 @@ def _check_inference(module: torch.nn.Module, dropout: float) -> None:
         raise NotImplementedError("H2OCache: attention must be causal, got is_causal=False")
 
 
-def _check_continues(seen: int, num_new: int, position_ids: Tensor | None) -> None:
+def _check_continues(seen: int, num_new: int, position_ids: Tensor | None, unknown: bool) -> None:
     """Refuse a conversation that comes again from its start, as if the cache were empty.
 
     transformers 5.24 passes the whole input when assisted decoding begins with a cache that has
     seen tokens. Then the last of more tokens than were seen has a position within this forward.
+    `unknown`: the model has positions but does not pass them on.
     """
-    if 0 < seen < num_new and position_ids is not None and position_ids[..., -1].max() < num_new:
+    if not 0 < seen < num_new:
+        return
+    if unknown or (position_ids is not None and position_ids[..., -1].max() < num_new):
+        where = (
+            "and this model does not say where they begin"
+            if unknown
+            else ("whose positions begin at 0 again")
+        )
         raise ValueError(
-            f"H2OCache: the new tokens must follow the {seen} that were seen, got {num_new} whose "
-            "positions begin at 0 again. This release of transformers passes the whole conversation "
+            f"H2OCache: the new tokens must follow the {seen} that were seen, got {num_new} "
+            f"{where}. This release of transformers passes the whole conversation "
             "to assisted decoding although the cache holds its beginning: use a new cache or "
             "reset() for each call, or decode second turns without drafts"
         )

@@ -252,8 +252,8 @@ class H2OCache(Cache):  # type: ignore[misc]
         if self._handover.layer_idx is not None:
             raise RuntimeError(
                 f"H2OCache: the attention of layer {self._handover.layer_idx} did not use its "
-                f'cache; every layer must run attn_implementation="{ATTENTION_NAME}" (after an '
-                "interrupted forward: reset())"
+                f'cache; every layer must run attn_implementation="{ATTENTION_NAME}": call '
+                f"{self._settings.how_to_pair()} (after an interrupted forward: reset())"
             )
         if layer_idx == 0:
             self._check_in_step()

@@ -149,6 +149,7 @@ class H2OLayer(LayerMemory):
         value: Tensor,
         attention_mask: Tensor | None,
         scale: float | None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """Attend, score, evict and store the new tokens: one call of h2o_attention_decode.
 
@@ -163,6 +164,8 @@ class H2OLayer(LayerMemory):
             causal, and the padding.
         scale : float, optional
             Factor on query . key. Default head_dim ** -0.5.
+        alibi_slopes : Tensor, float32 or float64, [num_q_heads], optional
+            Adds slope * (key position - query position) to the logits.
 
         Returns
         -------
@@ -188,6 +191,7 @@ class H2OLayer(LayerMemory):
         assert self.keys is not None
         assert self.tokens_seen is not None
 
+        self._alibi_slopes = alibi_slopes
         dtype = self.keys.dtype
         vectors = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
         new = _NewTokens(*vectors, *self._number(real, num_new), scale)
@@ -214,6 +218,7 @@ class H2OLayer(LayerMemory):
             gqa_reduce=self._gqa_reduce,
             scale=new.scale,
             chunk=chunk,
+            alibi_slopes=self._alibi_slopes,
             row_budget=self.row_budget,
             **room,
             **self._angles(new.key.shape[2], chunk),

@@ -77,6 +77,7 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
         self.journal: Journal | None = None
         self._in_prompt = False  # While recording: whether some row's prompt may still go on.
         self._window: int | None = None
+        self._alibi_slopes: Tensor | None = None  # [num_q_heads]: those of the latest step
         self._one: Tensor | None = None  # int32, [1]: torch adds it faster than a number.
 
     @property
@@ -295,6 +296,7 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
             self.restore(replace(state, tensors=copies))
             self.journal = None if other.journal is None else other.journal.map(torch.clone)
         self._in_prompt = other._in_prompt
+        self._alibi_slopes = other._alibi_slopes
 
     # ---- The whole.
 

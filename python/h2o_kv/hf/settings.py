@@ -10,10 +10,12 @@ import torch
 from h2o_kv._C import EvictionPolicy
 from h2o_kv.hf.rolling import Rolling
 
-__all__ = ["ATTENTION_NAME", "OPTIONS", "Settings", "model_shape"]
+__all__ = ["ALIBI_MODELS", "ATTENTION_NAME", "OPTIONS", "Settings", "model_shape"]
 
 # Name under which the attention and the mask function are registered.
 ATTENTION_NAME = "h2o"
+# Models whose attention has to be told of an H2OCache (alibi.py).
+ALIBI_MODELS = frozenset({"bloom", "mpt"})
 # Settings that are keyword arguments of H2OCache.
 OPTIONS = ("prefill", "prefill_chunk", "prompt_length", "dtype", "max_rollback", "positions")
 # What a model must share with the config of the cache.
@@ -58,9 +60,14 @@ class Settings:
         if attention != ATTENTION_NAME:
             raise RuntimeError(
                 f'H2OCache: attn_implementation must be "{ATTENTION_NAME}", got "{attention}"; '
-                f'call model.set_attn_implementation("{ATTENTION_NAME}") and make the cache from '
-                "model.config"
+                f"call {self.how_to_pair()} and make the cache from model.config"
             )
+
+    def how_to_pair(self) -> str:
+        """The call that lets the model run with its cache."""
+        if self.config.model_type in ALIBI_MODELS:
+            return "h2o_kv.hf.enable_alibi(model)"
+        return f'model.set_attn_implementation("{ATTENTION_NAME}")'
 
 
 def model_shape(config: Any) -> dict[str, Any]:

@@ -40,13 +40,8 @@ class Decoder {
         num_kv_heads_(call.cache.num_kv_heads()),
         capacity_(call.cache.capacity()),
         head_dim_(call.cache.head_dim()),
-        group_size_(query.size(1) / num_kv_heads_) {
-    if (call.alibi_slopes) {
-      const at::Tensor slopes =
-          call.alibi_slopes->to(score_dtype(query.scalar_type())).contiguous();
-      slopes_.assign(slopes.const_data_ptr<A>(), slopes.const_data_ptr<A>() + slopes.numel());
-    }
-  }
+        group_size_(query.size(1) / num_kv_heads_),
+        slopes_(read_slopes<A>("h2o_attention_decode", call.alibi_slopes)) {}
 
   void run() {
     int64_t longest = 0;
@@ -368,7 +363,7 @@ class Decoder {
   const std::vector<Budget> budgets_;
   const at::Tensor &output_, &evicted_;
   const int64_t num_kv_heads_, capacity_, head_dim_, group_size_;
-  std::vector<A> slopes_;
+  const std::vector<A> slopes_;
   Workspace memory_;
   A* workspace_ = nullptr;                               // of the steps
   std::unique_ptr<std::atomic<int64_t>[]> ranges_left_;  // of each (row, KV head)

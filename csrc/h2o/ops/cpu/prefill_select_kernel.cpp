@@ -21,11 +21,7 @@ void select_tokens(const SelectCall& call, const at::Tensor& query, const at::Te
                    const at::Tensor& selected, const at::Tensor& scores) {
   using A = Accumulator<T>;
   const int64_t num_kv_heads = key.size(1), group_size = query.size(1) / num_kv_heads;
-  std::vector<A> slopes;
-  if (call.alibi_slopes) {
-    const at::Tensor given = call.alibi_slopes->to(scores.scalar_type()).contiguous();
-    slopes.assign(given.const_data_ptr<A>(), given.const_data_ptr<A>() + given.numel());
-  }
+  const std::vector<A> slopes = read_slopes<A>("h2o_prefill_select", call.alibi_slopes);
   std::vector<HeadChunk<T>> chunks;
   for (int64_t row = 0; row < query.size(0); ++row) {
     const RowTokens& tokens = rows[static_cast<size_t>(row)];

@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <cmath>
+
 #include "h2o/ops/checks.h"
 
 namespace h2o::cpu {
@@ -53,5 +55,26 @@ std::vector<Budget> read_budgets(const char* op, const std::optional<at::Tensor>
   }
   return budgets;
 }
+
+template <typename A>
+std::vector<A> read_slopes(const char* op, const std::optional<at::Tensor>& slopes) {
+  std::vector<A> read;
+  if (!slopes) return read;
+  for (int64_t head = 0; head < slopes->size(0); ++head) {
+    const int64_t offset = head * slopes->stride(0);
+    const double given = slopes->scalar_type() == at::kFloat
+                             ? slopes->const_data_ptr<float>()[offset]
+                             : slopes->const_data_ptr<double>()[offset];
+    // What is too large for the logits' type is infinite there.
+    read.push_back(static_cast<A>(given));
+    TORCH_CHECK_VALUE(std::isfinite(read.back()), op, ": alibi_slopes must be finite as ",
+                      std::is_same_v<A, double> ? "float64" : "float32", ", got ", given,
+                      " for query head ", head);
+  }
+  return read;
+}
+
+template std::vector<float> read_slopes(const char*, const std::optional<at::Tensor>&);
+template std::vector<double> read_slopes(const char*, const std::optional<at::Tensor>&);
 
 }  // namespace h2o::cpu

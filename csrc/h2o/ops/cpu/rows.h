@@ -10,9 +10,9 @@
 #include "h2o/budget.h"
 #include "h2o/kernels/cpu/rows.h"
 
-// What the CPU operators read of a batch before they start: which columns of each row hold tokens,
-// and each row's budget. On the CPU the values can be looked at, so they are checked here, before
-// anything is written.
+// What the CPU operators read before they start: which columns of each row hold tokens, each row's
+// budget, each head's slope. On the CPU the values can be looked at, so they are checked here,
+// before anything is written.
 namespace h2o::cpu {
 
 // What one (row, head) of a tensor [batch, heads, count, ...] has, by slot or column.
@@ -36,5 +36,10 @@ std::vector<RowTokens> read_tokens(const char* op, const char* argument,
 // else `budget`.
 std::vector<Budget> read_budgets(const char* op, const std::optional<at::Tensor>& row_budget,
                                  const Budget& budget, int64_t batch, int64_t capacity);
+
+// ALiBi's slope of every query head; empty where there are none. Throws where one is not finite as
+// an A (float or double).
+template <typename A>
+std::vector<A> read_slopes(const char* op, const std::optional<at::Tensor>& slopes);
 
 }  // namespace h2o::cpu

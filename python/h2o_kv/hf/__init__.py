@@ -2,9 +2,9 @@
 
 Importing this registers the attention implementation "h2o" with transformers; no transformers class
 is changed. `settings.py` is what a cache is made with, `memory.py` what one decoder layer holds,
-`layer.py` its step: one call of the operator; `journal.py` is what it keeps to undo steps, `cache.py`
-the cache that consists of layers, `session.py` saves and loads it, `attention.py` is the only file
-that knows what transformers passes to an attention function.
+`budgets.py` how its budget moves, `layer.py` its step: one call of the operator; `journal.py` is what
+it keeps to undo steps, `cache.py` the cache that consists of layers, `session.py` saves and loads it,
+`attention.py` is the only file that knows what transformers passes to an attention function.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from h2o_kv.hf.versions import TRANSFORMERS_BELOW, TRANSFORMERS_MIN, check_trans
 check_transformers(transformers.__version__)
 
 from h2o_kv.hf.attention import cache_kwarg, register  # noqa: E402
+from h2o_kv.hf.budgets import BudgetEvent  # noqa: E402
 from h2o_kv.hf.cache import CacheBytes, H2OCache  # noqa: E402
 from h2o_kv.hf.layer import H2OLayer  # noqa: E402
 from h2o_kv.hf.session import SessionError  # noqa: E402
@@ -25,6 +26,7 @@ register()
 __all__ = [
     "TRANSFORMERS_BELOW",
     "TRANSFORMERS_MIN",
+    "BudgetEvent",
     "CacheBytes",
     "H2OCache",
     "H2OLayer",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from h2o_kv._C import Budget, EvictionPolicy
 from h2o_kv.hf import session
+from h2o_kv.hf.budgets import BudgetEvent, requested_budgets
 from h2o_kv.hf.layer import H2OLayer, Handover
 from h2o_kv.hf.settings import ATTENTION_NAME, Settings, model_shape
 
@@ -156,6 +158,7 @@ class H2OCache(Cache):  # type: ignore[misc]
             whole_masks=_builds_whole_masks(decoder),
         )
         self._handover = Handover()
+        self._budget_events: list[BudgetEvent] = []
         super().__init__(
             layers=[
                 H2OLayer(self._settings, self._handover, i)
@@ -171,7 +174,7 @@ class H2OCache(Cache):  # type: ignore[misc]
 
     @property
     def policy(self) -> EvictionPolicy:
-        """How many tokens each row and KV head keeps."""
+        """How many tokens each row and KV head keeps, until `set_budget` and after `reset`."""
         return self._settings.policy
 
     @property
@@ -191,11 +194,113 @@ class H2OCache(Cache):  # type: ignore[misc]
 
     @property
     def budgets(self) -> tuple[Budget, ...] | None:
-        """Budget of each row; None before the first forward."""
+        """Budget of each row, or the one that it moves to; None before the first forward."""
         layer = self.layers[0]
         if layer.budget is None or layer.keys is None:
             return None
         return tuple(layer.budget_of(row) for row in range(layer.keys.shape[0]))
+
+    @property
+    def budget_events(self) -> list[BudgetEvent]:
+        """Every `set_budget` since the cache was empty, from the oldest to the latest."""
+        events = list(self._budget_events)
+        if events:
+            events[-1] = replace(events[-1], held_at=self.layers[-1].held_at)
+        return events
+
+    def set_budget(
+        self,
+        budget: Budget | EvictionPolicy | Sequence[Budget | EvictionPolicy] | None = None,
+        *,
+        num_heavy: int | None = None,
+        num_recent: int | None = None,
+        num_sink: int | None = None,
+        max_evictions_per_step: int | None = None,
+    ) -> None:
+        """Keep to another budget from now on.
+
+        A larger one takes memory, and nothing leaves. A smaller one lets what is above it leave, the
+        lowest scores first: at once, or a few in each step. `cache.budget_events` has each call.
+
+        Parameters
+        ----------
+        budget : Budget or EvictionPolicy, or a sequence with one a row, optional
+            Of every row, or of each. A policy of counts, with the `gqa_reduce` of the cache.
+        num_heavy, num_recent, num_sink : int, tokens, optional
+            Instead of `budget`: of every row; what is not given stays what it is in each row.
+        max_evictions_per_step : int, tokens, optional
+            >= 2. The most that leave a row and KV head in a step, with the one that makes room for
+            the new token. The new num_sink and num_recent hold at once, and the surplus is kept for
+            its scores until the budget is reached. By default all of it leaves in this call.
+
+        Raises
+        ------
+        TypeError
+            An argument is of another type.
+        ValueError
+            An argument is out of its range, or nothing was seen yet: then the policy says the budget.
+        RuntimeError
+            A forward stopped half-way.
+        MemoryError
+            There is not so much memory. Nothing has changed but, perhaps, the capacity of some
+            layers, of which nothing is to be seen in what follows.
+
+        Notes
+        -----
+        A step is a forward, of a row that has a real token in it: of n tokens of a row, whose own
+        tokens may leave besides, at most `n + max_evictions_per_step - 1` leave. Where drafts are
+        verified, each token is a step. Memory becomes that of the largest row in this call, and again
+        when all rows are within their budgets. What `crop` could take back is forgotten here.
+
+        Examples
+        --------
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from h2o_kv import EvictionPolicy, H2OCache
+        >>> from h2o_kv.hf import cache_kwarg
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32,
+        ...                      num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> model.set_attn_implementation("h2o")
+        >>> cache = H2OCache(model.config, EvictionPolicy(num_heavy=8, num_recent=8))
+        >>> with torch.no_grad():
+        ...     output = model(torch.arange(3, 23)[None], **{cache_kwarg(model): cache})
+        >>> cache.set_budget(num_heavy=4, num_recent=4)
+        >>> int(cache.tokens_kept()[0].max()), cache.budget_events[0].held_at
+        (8, 20)
+        """
+        name = "H2OCache.set_budget"
+        self._check_in_step()
+        old, position = self.budgets, int(self.get_seq_length())
+        if not old or position == 0:
+            raise ValueError(
+                f"{name}: the cache must have seen tokens, got {self!r}; before them the policy says "
+                "the budget"
+            )
+        counts = {"num_sink": num_sink, "num_heavy": num_heavy, "num_recent": num_recent}
+        for key, count in counts.items():
+            counts[key] = None if count is None else _count(f"{name}: {key}", count)
+        new = requested_budgets(old, budget, counts, self.policy.gqa_reduce)
+        if max_evictions_per_step is not None:
+            most = f"{name}: max_evictions_per_step"
+            max_evictions_per_step = _count(most, max_evictions_per_step)
+            if max_evictions_per_step < 2:
+                raise ValueError(
+                    f"{most} must be >= 2, one of which makes room for the new token, got "
+                    f"{max_evictions_per_step}"
+                )
+        for layer in self.layers:
+            layer.make_room(new)
+        events = self.budget_events
+        events.append(BudgetEvent(position, time.time(), old, new, max_evictions_per_step))
+        events[-1].log()
+        for layer in self.layers:
+            layer.set_budgets(new, max_evictions_per_step and max_evictions_per_step - 1)
+        self._budget_events = events
+
+    def reset(self) -> None:
+        """Forget everything, budgets of ratios and `set_budget` included; memory stays allocated."""
+        super().reset()
+        self._budget_events = []
 
     def update(
         self,
@@ -411,6 +516,7 @@ class H2OCache(Cache):  # type: ignore[misc]
             layer.copy_from(source)
             if n > 1:
                 layer.batch_repeat_interleave(n)
+        copy._budget_events = list(self._budget_events)
         return copy
 
     def save(self, file: str | os.PathLike[str]) -> None:
@@ -432,7 +538,8 @@ class H2OCache(Cache):  # type: ignore[misc]
         OSError
             The file cannot be written.
         """
-        session.save(file, self._settings, [layer.state() for layer in self.layers])
+        states = [layer.state() for layer in self.layers]
+        session.save(file, self._settings, states, self.budget_events)
 
     @classmethod
     def load(

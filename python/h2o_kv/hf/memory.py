@@ -6,8 +6,10 @@ Whatever moves a slot or a row moves all of its parts together; the step itself 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ __all__ = ["STATE_TENSORS", "LayerMemory", "LayerState", "Variable"]
 
 # Tensors of a layer with one entry a slot, and with one entry a row.
 _SLOT_STATE = ("keys", "values", "scores", "positions")
-_ROW_STATE = (*_SLOT_STATE, "tokens_seen", "row_budget")
+_ROW_STATE = (*_SLOT_STATE, "tokens_seen", "row_budget", "row_target")
 # With the one that every step makes anew, all tensors of a layer: what is copied and saved.
 STATE_TENSORS = (*_ROW_STATE, "last_evicted")
 
@@ -73,6 +75,9 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
         self.columns_seen = 0
         self.budget = None
         self.row_budget: Tensor | None = None
+        self.row_target: Tensor | None = None
+        self.held_at: int | None = None
+        self._pace = 0  # The most of any row in row_target; 0 = no budget moves.
         self.last_evicted: Tensor | None = None
         self.journal: Journal | None = None
         self._in_prompt = False  # While recording: whether some row's prompt may still go on.
@@ -91,7 +96,7 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def budget(self) -> Budget | None:
-        """Budget of every row, or the largest one where they differ."""
+        """Budget of every row, or the largest one where they differ; where one moves, its target."""
         return self._budget
 
     @budget.setter
@@ -112,17 +117,13 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
             )
         if lengths is None:
             lengths = self._given_lengths(batch)
-        budgets = [self.settings.policy.resolve(length) for length in lengths]
-        self.budget = max(budgets, key=lambda budget: budget.total)
-        shape = (batch, num_kv_heads, self.budget.total)
         dtype = self.settings.dtype or torch.promote_types(key.dtype, value.dtype)
         # Made as ordinary tensors even under inference_mode, so that the cache can be used outside.
         with torch.inference_mode(False):
-            self.row_budget = None
-            if any(budget != self.budget for budget in budgets):
-                self.row_budget = torch.tensor(
-                    [tuple(budget) for budget in budgets], dtype=torch.int32, device=key.device
-                )
+            self.device = key.device
+            self._keep_to([self.settings.policy.resolve(length) for length in lengths])
+            assert self.budget is not None
+            shape = (batch, num_kv_heads, self.budget.total)
             if (
                 self.keys is not None
                 and self.keys.shape == (*shape, head_dim)
@@ -131,23 +132,55 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
             ):
                 return
             score_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-            try:
+            with _asking_for(self.budget.total, 2 * math.prod((*shape, head_dim)) * dtype.itemsize):
                 keys = torch.zeros(*shape, head_dim, dtype=dtype, device=key.device)
                 values = torch.zeros(*shape, head_dim, dtype=dtype, device=key.device)
                 scores = torch.zeros(shape, dtype=score_dtype, device=key.device)
                 positions = torch.full(shape, -1, dtype=torch.int32, device=key.device)
-            except torch.OutOfMemoryError:
-                raise  # A device's own error says how much there is.
-            except RuntimeError as error:
-                num_bytes = 2 * math.prod((*shape, head_dim)) * dtype.itemsize
-                raise MemoryError(
-                    "H2OCache: the budget must fit into memory, got "
-                    f"{self.budget.total} tokens: {num_bytes / 1e9:.1f} GB of keys and values in "
-                    "each layer"
-                ) from error
             self.keys, self.values, self.scores, self.positions = keys, values, scores, positions
             self.tokens_seen = torch.zeros(batch, dtype=torch.int32, device=key.device)
             self._note_tensors()
+
+    def _keep_to(self, budgets: Sequence[Budget]) -> None:
+        """Set the budget of each row."""
+        self.row_budget = None
+        if budgets:
+            self.budget = max(budgets, key=lambda budget: budget.total)
+            if any(budget != self.budget for budget in budgets):
+                self.row_budget = self._per_row(budgets)
+
+    def _per_row(self, numbers: Sequence[Any]) -> Tensor:
+        """Numbers of each row, or a budget of each, as the operator takes them."""
+        rows = [tuple(one) if isinstance(one, Budget) else one for one in numbers]
+        return torch.tensor(rows, dtype=torch.int32, device=self.device)
+
+    def _aim(self, row_target: Tensor | None) -> None:
+        """Set where budgets that move go."""
+        self.row_target = row_target
+        moves = row_target is not None and row_target.shape[0] > 0
+        self._pace = int(row_target[:, 3].max()) if moves else 0  # type: ignore[index]
+
+    def _resize(self, capacity: int) -> None:
+        """Give each row and KV head so many slots, at least as many as it fills."""
+        assert self.keys is not None
+        assert self.positions is not None
+        former = self.positions.shape[2]
+        if capacity == former:
+            return
+        resized = {}
+        front = None if capacity > former else _front(self.positions, capacity)
+        num_bytes = 2 * self.keys[:, :, 0].nbytes * capacity
+        with _asking_for(capacity, num_bytes):
+            for name in _SLOT_STATE:
+                old = getattr(self, name)
+                if front is not None:
+                    resized[name] = _taken(old, front)
+                    continue
+                shape = (*old.shape[:2], capacity, *old.shape[3:])
+                resized[name] = old.new_full(shape, -1 if name == "positions" else 0)
+                resized[name][:, :, :former] = old
+        for name, tensor in resized.items():
+            setattr(self, name, tensor)
 
     def _note_tensors(self) -> None:
         """Set what follows from the tensors."""
@@ -204,42 +237,61 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
                 self.last_evicted = self.last_evicted.index_select(0, index)
             if self.journal is not None:
                 self.journal = self.journal.map(lambda tensor: tensor.index_select(0, index))
-        self.batch_size = index.shape[0]
+            self.batch_size = index.shape[0]
+            self._rows_changed()
+
+    def _rows_changed(self) -> None:
+        """Set what follows from budgets of rows."""
+        self._aim(self.row_target)
 
     def insert_row(self, row: int, other: LayerMemory, source: int) -> None:
         """Row `row` becomes row `source` of `other`; `check_insertion` says whether it can."""
+        assert self.positions is not None
         assert self.tokens_seen is not None
         assert other.tokens_seen is not None
         assert other.positions is not None
-        self.release_row(row)
+        self._forget_row(row)
         # What a larger cache holds may lie anywhere in it, and moves to the front.
-        held = other.positions[source] >= 0
-        order = torch.argsort(held.int(), dim=1, descending=True, stable=True)
+        front = _front(other.positions[source], self.positions.shape[2])
         for name in _SLOT_STATE:
-            mine, theirs = getattr(self, name)[row], getattr(other, name)[source]
-            num_slots = min(mine.shape[1], theirs.shape[1])
-            if num_slots < theirs.shape[1]:
-                slots = order[:, :num_slots]
-                theirs = theirs.take_along_dim(slots if mine.ndim == 2 else slots[..., None], 1)
-            mine[:, :num_slots] = theirs
+            theirs = _taken(getattr(other, name)[source], front)
+            getattr(self, name)[row][:, : theirs.shape[1]] = theirs
         self.tokens_seen[row] = other.tokens_seen[source]
-        self._give_budget(row, other.budget_of(source))
+        self._give_budget(row, other, source)
         self.columns_seen = max(self.columns_seen, other.columns_seen)
         self._window = other._window
+        self._rows_changed()
 
-    def _give_budget(self, row: int, budget: Budget) -> None:
+    def _give_budget(self, row: int, other: LayerMemory, source: int) -> None:
+        """Let row `row` keep to the budget of row `source` of `other`, and move as it does."""
         assert self.budget is not None
         assert self.tokens_seen is not None
+        budget, in_force = other.budget_of(source), other.budget_in_force(source)
+        every = [self.budget] * self.tokens_seen.shape[0]
         if self.row_budget is None:
-            if budget == self.budget:
+            if budget == in_force == self.budget:
                 return
-            every = torch.tensor(tuple(self.budget), dtype=torch.int32, device=self.device)
-            self.row_budget = every.repeat(self.tokens_seen.shape[0], 1)
-        self.row_budget[row] = torch.tensor(tuple(budget), dtype=torch.int32)
+            self.row_budget = self._per_row(every)
+        self.row_budget[row] = self._per_row([in_force])[0]
+        self.budget = max(self.budget, budget, key=lambda budget: budget.total)
+        pace = 0
+        if in_force != budget:
+            assert other.row_target is not None
+            pace = int(other.row_target[source, 3])
+        if pace > 0 and self.row_target is None:
+            self.row_target = torch.nn.functional.pad(self.row_budget, (0, 1))
+        if self.row_target is not None:
+            self.row_target[row] = self._per_row([*budget, pace])
 
     def release_row(self, row: int) -> None:
         """Forget what row `row` has seen; its budget stays. What `crop` could undo is forgotten too."""
-        assert self.tokens_seen is not None
+        self._forget_row(row)
+        if self.row_target is not None:
+            assert self.row_budget is not None
+            self.row_budget[row] = self.row_target[row, :3]
+            self._rows_changed()
+
+    def _forget_row(self, row: int) -> None:
         if self.journal is not None:
             self.journal.clear()
         self._empty(row)
@@ -251,11 +303,18 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
             getattr(self, name)[rows].fill_(-1 if name == "positions" else 0)
 
     def budget_of(self, row: int) -> Budget:
-        """The budget that this row keeps to."""
+        """The budget of this row, or the one that it moves to."""
+        return self._budget_in(self.row_budget if self.row_target is None else self.row_target, row)
+
+    def budget_in_force(self, row: int) -> Budget:
+        """What this row keeps to in the next step."""
+        return self._budget_in(self.row_budget, row)
+
+    def _budget_in(self, rows: Tensor | None, row: int) -> Budget:
         assert self.budget is not None
-        if self.row_budget is None:
+        if rows is None:
             return self.budget
-        num_sink, num_heavy, num_recent = self.row_budget[row].tolist()
+        num_sink, num_heavy, num_recent = rows[row, :3].tolist()
         return Budget(num_sink=num_sink, num_heavy=num_heavy, num_recent=num_recent)
 
     def check_insertion(self, other: LayerMemory, source: int) -> None:
@@ -280,7 +339,7 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
                     f"H2OCache.insert: {name} of both caches must be the same, got {mine} here and "
                     f"{theirs} in other, layer {self.layer_idx}"
                 )
-        budget, capacity = other.budget_of(source), self.keys.shape[2]
+        budget, capacity = other.budget_in_force(source), self.keys.shape[2]
         if budget.total > capacity:
             raise ValueError(
                 f"H2OCache.insert: the row's budget must be <= capacity = {capacity}, got "
@@ -295,6 +354,7 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
             self.restore(replace(state, tensors=copies))
             self.journal = None if other.journal is None else other.journal.map(torch.clone)
         self._in_prompt = other._in_prompt
+        self.held_at = other.held_at
 
     # ---- The whole.
 
@@ -311,6 +371,7 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
         # As a prompt leaves it, for a step that is compiled after this.
         self.columns_seen = Variable(state.columns_seen) if state.columns_seen else 0
         self.budget = state.budget
+        self._aim(self.row_target)
         self._window = state.window
         # Where its length is known, the next forward finds out by itself.
         self._in_prompt = self.journal is not None and (
@@ -319,3 +380,30 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
         if self.keys is not None:
             with torch.inference_mode(False):
                 self._note_tensors()
+
+
+def _front(positions: Tensor, num_slots: int) -> Tensor:
+    """Slots [..., num_slots or fewer] of positions [..., capacity]: those in use first, in order."""
+    in_use = (positions >= 0).to(torch.uint8)
+    return torch.argsort(in_use, dim=-1, descending=True, stable=True)[..., :num_slots]
+
+
+def _taken(tensor: Tensor, slots: Tensor) -> Tensor:
+    """What a tensor [..., capacity] or [..., capacity, head_dim] holds in these slots."""
+    if tensor.ndim > slots.ndim:
+        return tensor.take_along_dim(slots[..., None], -2)
+    return tensor.take_along_dim(slots, -1)
+
+
+@contextmanager
+def _asking_for(budget: int, num_bytes: int) -> Iterator[None]:
+    """Say of what there is not enough memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # A device's own error says how much there is.
+    except RuntimeError as error:
+        raise MemoryError(
+            f"H2OCache: the budget must fit into memory, got {budget} tokens: "
+            f"{num_bytes / 1e9:.1f} GB of keys and values in each layer"
+        ) from error

@@ -2,9 +2,10 @@
 
 Importing this registers the attention implementation "h2o" with transformers; no transformers class
 is changed. `settings.py` is what a cache is made with, `memory.py` what one decoder layer holds,
-`budgets.py` how its budget moves, `layer.py` its step: one call of the operator; `journal.py` is what
-it keeps to undo steps, `cache.py` the cache that consists of layers, `session.py` saves and loads it,
-`attention.py` is the only file that knows what transformers passes to an attention function.
+`sharing.py` how forks share it, `budgets.py` how its budget moves, `layer.py` its step: one call of
+the operator; `journal.py` is what it keeps to undo steps, `cache.py` the cache that consists of
+layers, `session.py` saves and loads it, `attention.py` is the only file that knows what transformers
+passes to an attention function.
 """
 
 from __future__ import annotations

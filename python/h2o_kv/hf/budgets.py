@@ -160,9 +160,9 @@ class MovableBudget(LayerMemory):
         MemoryError
             There is not so much.
         """
-        assert self.positions is not None
+        assert self.capacity is not None
         with torch.inference_mode(False), torch.no_grad():
-            self._resize(max(self.positions.shape[2], *(budget.total for budget in budgets)))
+            self._resize(max(self.capacity, *(budget.total for budget in budgets)))
 
     def set_budgets(self, budgets: Sequence[Budget], per_step: int | None) -> None:
         """Keep to `budgets`, one a row, from now on; there is room for them.
@@ -174,9 +174,10 @@ class MovableBudget(LayerMemory):
             Tokens of a row and KV head that leave after each step, besides those that made room for
             new ones; None = all that are above the budget leave now.
         """
-        assert self.positions is not None
         if self.journal is not None:
             self.journal.clear()
+        self.own()
+        assert self.positions is not None
         with torch.inference_mode(False), torch.no_grad():
             held = (self.positions >= 0).sum(-1).amax(1).tolist()
             above = [max(0, n - budget.total) for n, budget in zip(held, budgets, strict=True)]

@@ -19,6 +19,7 @@ from h2o_kv.hf import session
 from h2o_kv.hf.budgets import BudgetEvent, requested_budgets
 from h2o_kv.hf.layer import H2OLayer, Handover
 from h2o_kv.hf.settings import ATTENTION_NAME, Settings, model_shape
+from h2o_kv.hf.sharing import SLOT_STATE
 
 __all__ = ["CacheBytes", "H2OCache"]
 
@@ -31,7 +32,7 @@ _LEARNED_POSITIONS = {"opt": "max_position_embeddings"}
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes that a cache has allocated, over all layers.
+    """Bytes that a cache holds, over all layers.
 
     Attributes
     ----------
@@ -41,16 +42,25 @@ class CacheBytes:
         Scores and positions.
     journal : int
         What `crop` could take back, while forwards are recorded.
+    shared : int
+        Those of them that other caches hold too: forks, or what this one was forked from. Each of
+        these caches counts them once, however often it has a row.
     """
 
     kv: int
     bookkeeping: int
     journal: int = 0
+    shared: int = 0
 
     @property
     def total(self) -> int:
         """Their sum."""
         return self.kv + self.bookkeeping + self.journal
+
+    @property
+    def owned(self) -> int:
+        """What is this cache's alone: what dropping it would free."""
+        return self.total - self.shared
 
 
 class H2OCache(Cache):  # type: ignore[misc]
@@ -196,9 +206,9 @@ class H2OCache(Cache):  # type: ignore[misc]
     def budgets(self) -> tuple[Budget, ...] | None:
         """Budget of each row, or the one that it moves to; None before the first forward."""
         layer = self.layers[0]
-        if layer.budget is None or layer.keys is None:
+        if layer.budget is None or not layer.is_initialized:
             return None
-        return tuple(layer.budget_of(row) for row in range(layer.keys.shape[0]))
+        return tuple(layer.budget_of(row) for row in range(layer.batch_size))
 
     @property
     def budget_events(self) -> list[BudgetEvent]:
@@ -399,15 +409,16 @@ class H2OCache(Cache):  # type: ignore[misc]
         ]
 
     def nbytes(self) -> CacheBytes:
-        """Bytes allocated; they do not grow with the tokens seen (`journal`: beyond its bound)."""
-        kv = bookkeeping = journal = 0
+        """Bytes held; they do not grow with the tokens seen (`journal`: beyond its bound)."""
+        kv = bookkeeping = journal = shared = 0
         for layer in self.layers:
-            if layer.is_initialized:
-                kv += _nbytes(layer.keys) + _nbytes(layer.values)
-                bookkeeping += _nbytes(layer.scores) + _nbytes(layer.positions)
-            if layer.journal is not None:
-                journal += layer.journal.nbytes
-        return CacheBytes(kv=kv, bookkeeping=bookkeeping, journal=journal)
+            sizes = {name: _nbytes(layer.held(name)) for name in SLOT_STATE}
+            recorded = 0 if layer.journal is None else layer.journal.nbytes
+            kv += sizes["keys"] + sizes["values"]
+            bookkeeping += sizes["scores"] + sizes["positions"]
+            journal += recorded
+            shared += (sum(sizes.values()) + recorded) * layer.is_shared
+        return CacheBytes(kv=kv, bookkeeping=bookkeeping, journal=journal, shared=shared)
 
     def insert(self, row: int, other: H2OCache, source: int = 0) -> None:
         """Row `row` of a running batch becomes row `source` of `other`; no other row changes.
@@ -485,7 +496,7 @@ class H2OCache(Cache):  # type: ignore[misc]
 
     def _row(self, argument: str, row: int) -> int:
         row = _count(f"H2OCache.{argument}", row)
-        num_rows = 0 if self.layers[0].keys is None else self.layers[0].keys.shape[0]
+        num_rows = self.layers[0].batch_size if self.layers[0].is_initialized else 0
         if not 0 <= row < num_rows:
             raise IndexError(f"H2OCache.{argument} must be in 0..{num_rows - 1}, got {row}")
         return row
@@ -493,7 +504,10 @@ class H2OCache(Cache):  # type: ignore[misc]
     def fork(self, n: int) -> H2OCache:
         """Make a new cache in which each row stands `n` times, next to each other.
 
-        Copies everything; the two share no memory.
+        The two share their memory until one of them writes into a layer, in a forward, say, or
+        `crop`, `insert` or `set_budget`: then it copies its rows of that layer before, and the last
+        one of all that hold them copies nothing. Moving rows before that copies nothing either. No
+        cache notices what becomes of another.
 
         Parameters
         ----------
@@ -506,6 +520,12 @@ class H2OCache(Cache):  # type: ignore[misc]
             n is no integer.
         ValueError
             n < 1.
+
+        Notes
+        -----
+        `layers[i].k_cache` and the others show the values of the rows at any time, and are only to be
+        read while `nbytes().shared` is not 0: then they may be memory of both caches, or a copy made
+        for the reader.
         """
         n = _count("H2OCache.fork: n", n)
         if n < 1:
@@ -513,7 +533,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         settings = self._settings
         copy = H2OCache(settings.config, settings.policy, **settings.options())
         for layer, source in zip(copy.layers, self.layers, strict=True):
-            layer.copy_from(source)
+            layer.share(source)
             if n > 1:
                 layer.batch_repeat_interleave(n)
         copy._budget_events = list(self._budget_events)

@@ -97,8 +97,7 @@ class H2OLayer(MovableBudget):
         self._gqa_reduce = settings.policy.gqa_reduce
 
     def __repr__(self) -> str:
-        capacity = None if self.keys is None else self.keys.shape[2]
-        return f"H2OLayer(layer_idx={self.layer_idx}, capacity={capacity})"
+        return f"H2OLayer(layer_idx={self.layer_idx}, capacity={self.capacity})"
 
     @property
     def supports_early_init(self) -> bool:
@@ -186,6 +185,7 @@ class H2OLayer(MovableBudget):
         real = None
         if attention_mask is not None:
             real = self._real_tokens(attention_mask, batch, num_new)
+        self.own()
         if self.columns_seen == 0:
             self._start(key, value, real)
         elif batch != self.batch_size:
@@ -432,6 +432,7 @@ class H2OLayer(MovableBudget):
         remove = self._removed_by(tokens_to_remove)
         if remove <= 0:
             return
+        self.own()
         journal = self.journal
         assert journal is not None
         with torch.inference_mode(False), torch.no_grad():
@@ -553,7 +554,12 @@ class H2OLayer(MovableBudget):
         return -1
 
     def reset(self) -> None:
-        """Forget everything, budgets of ratios included; the memory stays allocated."""
+        """Forget everything, budgets of ratios included; memory that is not shared stays allocated."""
+        if self._hold is not None and not self._hold.owns:
+            self._let_go()  # What others hold is left to them.
+            self.keys = self.values = self.scores = self.positions = self.tokens_seen = None
+            self.is_initialized = False
+        self.own()
         self.columns_seen = 0
         self.budget = None
         self.row_budget = None

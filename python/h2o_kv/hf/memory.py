@@ -8,24 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.sym_node import DynamicInt
-from transformers.cache_utils import CacheLayerMixin
 
 from h2o_kv._C import Budget
-from h2o_kv.hf.journal import Journal
 from h2o_kv.hf.settings import Settings
+from h2o_kv.hf.sharing import SLOT_STATE, SharableMemory
 
 __all__ = ["STATE_TENSORS", "LayerMemory", "LayerState", "Variable"]
 
-# Tensors of a layer with one entry a slot, and with one entry a row.
-_SLOT_STATE = ("keys", "values", "scores", "positions")
-_ROW_STATE = (*_SLOT_STATE, "tokens_seen", "row_budget", "row_target")
-# With the one that every step makes anew, all tensors of a layer: what is copied and saved.
+# Tensors of a layer with one entry a row, and all: the one that every step makes anew, too.
+_ROW_STATE = (*SLOT_STATE, "tokens_seen", "row_budget", "row_target")
 STATE_TENSORS = (*_ROW_STATE, "last_evicted")
 
 
@@ -60,17 +57,17 @@ class LayerState:
     tensors: dict[str, Tensor]
 
 
-class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
+class LayerMemory(SharableMemory):
     """The tensors of one decoder layer. None before the first forward, which allocates them."""
+
+    batch_size: int
 
     def __init__(self, settings: Settings, layer_idx: int) -> None:
         super().__init__()
         self.settings = settings
         self.layer_idx = layer_idx
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self.scores: Tensor | None = None
-        self.positions: Tensor | None = None
+        self.scores = None
+        self.positions = None
         self.tokens_seen: Tensor | None = None
         self.columns_seen = 0
         self.budget = None
@@ -78,8 +75,8 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
         self.row_target: Tensor | None = None
         self.held_at: int | None = None
         self._pace = 0  # The most of any row in row_target; 0 = no budget moves.
-        self.last_evicted: Tensor | None = None
-        self.journal: Journal | None = None
+        self.last_evicted = None
+        self.journal = None
         self._in_prompt = False  # While recording: whether some row's prompt may still go on.
         self._window: int | None = None
         self._one: Tensor | None = None  # int32, [1]: torch adds it faster than a number.
@@ -105,10 +102,17 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
         # As the operator takes it: a step does not ask C++ for each.
         self._counts: tuple[int, ...] = () if budget is None else tuple(budget)
 
+    @property
+    def capacity(self) -> int | None:
+        """Slots of each row and KV head."""
+        positions = self.held("positions")
+        return None if positions is None else positions.shape[2]
+
     # ---- Allocation.
 
     def _allocate(self, key: Tensor, value: Tensor, lengths: Sequence[int] | None) -> None:
         """Resolve the budget of each row and make empty tensors, or keep those that fit."""
+        self.own()
         batch, num_kv_heads, _, head_dim = key.shape
         if value.shape[3] != head_dim:
             raise ValueError(
@@ -162,16 +166,18 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
 
     def _resize(self, capacity: int) -> None:
         """Give each row and KV head so many slots, at least as many as it fills."""
-        assert self.keys is not None
-        assert self.positions is not None
-        former = self.positions.shape[2]
+        former = self.capacity
         if capacity == former:
             return
+        self.own()
+        assert self.keys is not None
+        assert self.positions is not None
+        assert former is not None
         resized = {}
         front = None if capacity > former else _front(self.positions, capacity)
         num_bytes = 2 * self.keys[:, :, 0].nbytes * capacity
         with _asking_for(capacity, num_bytes):
-            for name in _SLOT_STATE:
+            for name in SLOT_STATE:
                 old = getattr(self, name)
                 if front is not None:
                     resized[name] = _taken(old, front)
@@ -184,9 +190,10 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
 
     def _note_tensors(self) -> None:
         """Set what follows from the tensors."""
-        assert self.keys is not None
-        self.device = self.keys.device
-        self.batch_size = self.keys.shape[0]
+        keys = self.held("keys")
+        assert keys is not None
+        self.device = keys.device
+        self.batch_size = keys.shape[0]
         self._one = torch.ones(1, dtype=torch.int32, device=self.device)
         self.is_initialized = True
 
@@ -208,24 +215,24 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows next to each other."""
-        if self.keys is not None:
-            rows = torch.arange(self.keys.shape[0], device=self.keys.device)
+        if self.is_initialized:
+            rows = torch.arange(self.batch_size, device=self.device)
             self._take_rows(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`: integers, or a bool for each row."""
-        if self.keys is not None:
-            rows = torch.arange(self.keys.shape[0], device=self.keys.device)
+        if self.is_initialized:
+            rows = torch.arange(self.batch_size, device=self.device)
             self._take_rows(rows[indices.to(rows.device)])
 
     def _take_rows(self, index: Tensor) -> None:
-        if self.keys is None:
+        if not self.is_initialized:
             return
-        same_batch = index.shape[0] == self.keys.shape[0]
+        same_batch = index.shape[0] == self.batch_size
         with torch.inference_mode(False), torch.no_grad():
-            index = index.to(self.keys.device)
+            index = index.to(self.device)
             for name in _ROW_STATE:
-                state = getattr(self, name)
+                state = None if self._hold and name in SLOT_STATE else getattr(self, name)
                 if state is None:
                     continue
                 rows = state.index_select(0, index)
@@ -233,9 +240,11 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
                     state.copy_(rows)
                 else:
                     setattr(self, name, rows)
-            if self.last_evicted is not None:
+            if self._hold is not None:
+                self._hold.take_rows(index)
+            elif self.last_evicted is not None:
                 self.last_evicted = self.last_evicted.index_select(0, index)
-            if self.journal is not None:
+            if self.journal is not None and self._hold is None:
                 self.journal = self.journal.map(lambda tensor: tensor.index_select(0, index))
             self.batch_size = index.shape[0]
             self._rows_changed()
@@ -246,14 +255,14 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
 
     def insert_row(self, row: int, other: LayerMemory, source: int) -> None:
         """Row `row` becomes row `source` of `other`; `check_insertion` says whether it can."""
+        self._forget_row(row)
         assert self.positions is not None
         assert self.tokens_seen is not None
         assert other.tokens_seen is not None
         assert other.positions is not None
-        self._forget_row(row)
         # What a larger cache holds may lie anywhere in it, and moves to the front.
         front = _front(other.positions[source], self.positions.shape[2])
-        for name in _SLOT_STATE:
+        for name in SLOT_STATE:
             theirs = _taken(getattr(other, name)[source], front)
             getattr(self, name)[row][:, : theirs.shape[1]] = theirs
         self.tokens_seen[row] = other.tokens_seen[source]
@@ -292,6 +301,7 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
             self._rows_changed()
 
     def _forget_row(self, row: int) -> None:
+        self.own()
         if self.journal is not None:
             self.journal.clear()
         self._empty(row)
@@ -299,7 +309,7 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
 
     def _empty(self, rows: int | slice) -> None:
         """Make these rows what they were when they were allocated."""
-        for name in (*_SLOT_STATE, "tokens_seen"):
+        for name in (*SLOT_STATE, "tokens_seen"):
             getattr(self, name)[rows].fill_(-1 if name == "positions" else 0)
 
     def budget_of(self, row: int) -> Budget:
@@ -325,13 +335,14 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
         ValueError
             Shape, dtype or device differ, or the row's budget is larger than the capacity here.
         """
-        assert self.keys is not None
-        assert other.keys is not None
+        keys, other_keys = self.held("keys"), other.held("keys")
+        assert keys is not None
+        assert other_keys is not None
         facts = {
-            "number of KV heads": (self.keys.shape[1], other.keys.shape[1]),
-            "head_dim": (self.keys.shape[3], other.keys.shape[3]),
-            "dtype": (self.keys.dtype, other.keys.dtype),
-            "device": (self.keys.device, other.keys.device),
+            "number of KV heads": (keys.shape[1], other_keys.shape[1]),
+            "head_dim": (keys.shape[3], other_keys.shape[3]),
+            "dtype": (keys.dtype, other_keys.dtype),
+            "device": (keys.device, other_keys.device),
         }
         for name, (mine, theirs) in facts.items():
             if mine != theirs:
@@ -339,24 +350,32 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
                     f"H2OCache.insert: {name} of both caches must be the same, got {mine} here and "
                     f"{theirs} in other, layer {self.layer_idx}"
                 )
-        budget, capacity = other.budget_in_force(source), self.keys.shape[2]
+        budget, capacity = other.budget_in_force(source), keys.shape[2]
         if budget.total > capacity:
             raise ValueError(
                 f"H2OCache.insert: the row's budget must be <= capacity = {capacity}, got "
                 f"{budget.total} tokens, layer {self.layer_idx}"
             )
 
-    def copy_from(self, other: LayerMemory) -> None:
-        """Become a copy of `other` that shares no memory with it."""
-        state = other.state()
-        with torch.inference_mode(False), torch.no_grad():
-            copies = {name: tensor.clone() for name, tensor in state.tensors.items()}
-            self.restore(replace(state, tensors=copies))
-            self.journal = None if other.journal is None else other.journal.map(torch.clone)
-        self._in_prompt = other._in_prompt
-        self.held_at = other.held_at
-
     # ---- The whole.
+
+    def share(self, other: LayerMemory) -> None:
+        """Become what `other` is; the two share the memory of slots until one of them writes."""
+        self.columns_seen = other.columns_seen
+        self.budget = other.budget
+        self.held_at = other.held_at
+        self._window = other._window
+        self._in_prompt = other._in_prompt
+        if not other.is_initialized:
+            return
+        self._share_slots(other)
+        with torch.inference_mode(False), torch.no_grad():
+            for name in ("tokens_seen", "row_budget", "row_target"):
+                tensor = getattr(other, name)
+                setattr(self, name, None if tensor is None else tensor.clone())
+            self._note_tensors()
+            self.batch_size = other.batch_size
+            self._aim(self.row_target)
 
     def state(self) -> LayerState:
         """What `restore` needs; its tensors are the layer's own."""

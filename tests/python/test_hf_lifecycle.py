@@ -529,6 +529,19 @@ class Walk:
         model.records = bool(self.options["max_rollback"])
         return "reset()"
 
+    def to(self, cache: H2OCache, model: Model) -> str:
+        """Through float32, which rounds, to where it was."""
+        cache.to("cpu", torch.float32)
+        assert cache.layers[0].scores.dtype == torch.float32
+        cache.to(dtype=torch.float64)
+        rows = (
+            replace(row, heads=tuple(head.rounded() for head in row.heads))
+            for row in model.state.rows
+        )
+        model.state = replace(model.state, rows=tuple(rows))
+        model.undo.clear()
+        return "to(float32), to(float64)"
+
     def record(self, cache: H2OCache, model: Model) -> str:
         if model.records:
             cache.deactivate_past_recording()
@@ -555,6 +568,7 @@ class Walk:
             self.insert: 8,
             self.release: 4,
             self.reset: 1,
+            self.to: 2,
             self.record: 3,
         }
 

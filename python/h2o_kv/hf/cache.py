@@ -20,6 +20,7 @@ from h2o_kv.hf.budgets import BudgetEvent, requested_budgets
 from h2o_kv.hf.layer import H2OLayer, Handover
 from h2o_kv.hf.settings import ATTENTION_NAME, Settings, model_shape
 from h2o_kv.hf.sharing import SLOT_STATE
+from h2o_kv.models import resolve_device
 
 __all__ = ["CacheBytes", "H2OCache"]
 
@@ -148,10 +149,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         prefill_chunk = _count("H2OCache: prefill_chunk", prefill_chunk)
         if prefill_chunk < 1:
             raise ValueError(f"H2OCache: prefill_chunk must be >= 1, got {prefill_chunk}")
-        if dtype is not None and dtype not in _DTYPES:
-            error = ValueError if isinstance(dtype, torch.dtype) else TypeError
-            names = ", ".join(map(str, _DTYPES))
-            raise error(f"H2OCache: dtype must be one of {names}, got {dtype!r}")
+        _check_dtype("H2OCache: dtype", dtype)
         if max_rollback is not None:
             max_rollback = _count("H2OCache: max_rollback", max_rollback)
             if max_rollback < 0:
@@ -539,6 +537,56 @@ class H2OCache(Cache):  # type: ignore[misc]
         copy._budget_events = list(self._budget_events)
         return copy
 
+    def to(
+        self, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> H2OCache:
+        """Move the cache to another device, or its keys and values to another dtype, in place.
+
+        Scores become float64 with float64 keys and float32 with any other; everything else stays as
+        it is. A dtype is from now on that of the cache, as if it had been made with it.
+
+        Parameters
+        ----------
+        device : str or torch.device, optional
+            "cpu", "cuda", "cuda:<index>" or "auto", of all layers. Before the first forward there is
+            nothing to move: layers are where their first keys are.
+        dtype : torch.dtype, optional
+            As in H2OCache.
+
+        Returns
+        -------
+        H2OCache
+            This one.
+
+        Raises
+        ------
+        TypeError, ValueError
+            There is no such device or dtype, or neither is given.
+        RuntimeError
+            A forward stopped half-way, or there is not so much memory. Nothing has changed.
+
+        Notes
+        -----
+        What `crop` could take back is forgotten, since the steps that it would do again would have
+        other last bits. Forks that share memory with this cache stay what and where they are.
+        """
+        if device is None and dtype is None:
+            raise ValueError("H2OCache.to: device or dtype must be given, got neither")
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"H2OCache.to: device must be one, got {device}; give it as dtype=")
+        _check_dtype("H2OCache.to: dtype", dtype)
+        if device is not None:
+            device = resolve_device(device, name="H2OCache.to: device")
+            device = torch.empty(0, device=device).device  # With its index.
+        self._check_in_step()
+        moved = [layer.moved(device, dtype) for layer in self.layers]
+        if dtype is not None:
+            self._settings = replace(self._settings, dtype=dtype)
+        for layer, tensors in zip(self.layers, moved, strict=True):
+            layer.settings = self._settings
+            layer.move(tensors)
+        return self
+
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write everything that the cache holds to one safetensors file, to go on from it later.
 
@@ -645,6 +693,13 @@ def _builds_whole_masks(decoder: Any) -> bool:
     from transformers.models.opt import modeling_opt
 
     return not hasattr(modeling_opt, "create_causal_mask")
+
+
+def _check_dtype(name: str, dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in _DTYPES:
+        error = ValueError if isinstance(dtype, torch.dtype) else TypeError
+        names = ", ".join(map(str, _DTYPES))
+        raise error(f"{name} must be one of {names}, got {dtype!r}")
 
 
 def _prompt_length(value: int | Sequence[int] | None) -> int | tuple[int, ...] | None:

@@ -383,6 +383,34 @@ class LayerMemory(SharableMemory):
         tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
         return LayerState(self.columns_seen, self.budget, self._window, tensors)
 
+    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Its tensors on that device, keys and values of that dtype; none where they are so already."""
+        keys = self.held("keys")
+        if keys is None or (device in (None, keys.device) and dtype in (None, keys.dtype)):
+            return {}
+        dtypes = {}
+        if dtype is not None:
+            scores = torch.float64 if dtype == torch.float64 else torch.float32
+            dtypes = {"keys": dtype, "values": dtype, "scores": scores}
+        is_held = self._hold is not None  # What others may hold, too, is not moved itself.
+        with torch.inference_mode(False), torch.no_grad():
+            return {
+                name: tensor.to(device=device, dtype=dtypes.get(name), copy=is_held)
+                for name, tensor in self.state().tensors.items()
+            }
+
+    def move(self, tensors: dict[str, Tensor]) -> None:
+        """Go on with these tensors of `moved`; what `crop` could undo is forgotten."""
+        if not tensors:
+            return
+        self._let_go()
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+        if self.journal is not None:
+            self.journal.clear()
+        with torch.inference_mode(False):
+            self._note_tensors()
+
     def restore(self, state: LayerState) -> None:
         """Make a new layer the one that `state` was taken of; its tensors become the layer's own."""
         for name in STATE_TENSORS:

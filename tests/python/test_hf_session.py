@@ -319,7 +319,7 @@ def test_the_file_is_what_the_documentation_says(tmp_path: Path) -> None:
     del header["sha256"]
     assert header == {
         "format": "h2o-kv session",
-        "version": 1,
+        "version": 2,
         "library": __version__,
         "model": {
             "model_type": "llama",
@@ -343,6 +343,7 @@ def test_the_file_is_what_the_documentation_says(tmp_path: Path) -> None:
             "dtype": "float16",
             "max_rollback": None,
         },
+        "budget_events": [],
     }
     names = ["keys", "values", "scores", "positions", "tokens_seen", "last_evicted"]
     assert tensors.keys() == {f"layers.{i}.{name}" for i in (0, 1) for name in names}
@@ -558,12 +559,24 @@ def test_files_that_are_no_sessions_are_refused(tmp_path: Path) -> None:
 def test_a_later_format_is_refused_by_its_version(tmp_path: Path) -> None:
     model, _ = filled(tmp_path / "a")
     header, tensors = opened(tmp_path / "a")
-    write(tmp_path / "a", {**header, "version": 2, "library": "7.5", "new": 1}, tensors)
+    write(tmp_path / "a", {**header, "version": 3, "library": "7.5", "new": 1}, tensors)
     match = (
-        rf"version must be <= 1, the latest that h2o-kv {__version__} reads, got 2, written by "
+        rf"version must be <= 2, the latest that h2o-kv {__version__} reads, got 3, written by "
         "h2o-kv '7.5'$"
     )
     refused(tmp_path / "a", model.config, match)
+
+
+def test_a_file_of_the_first_version_loads(tmp_path: Path) -> None:
+    model, cache = filled(tmp_path / "a")
+    header, tensors = opened(tmp_path / "a")
+    del header["budget_events"]
+    write(tmp_path / "a", signed({**header, "version": 1}, tensors), tensors)
+    loaded = H2OCache.load(tmp_path / "a", model.config)
+    assert contents(loaded) == contents(cache)
+    assert loaded.budget_events == []
+    write(tmp_path / "a", signed({**header, "version": 2}, tensors), tensors)
+    refused(tmp_path / "a", model.config, "header must have the keys")
 
 
 def test_damage_is_refused_by_its_place(tmp_path: Path) -> None:
@@ -653,6 +666,31 @@ def wide(*shape: int) -> Callable[[Header, Tensors], None]:
 
 
 BUDGET = {"num_sink": 1, "num_heavy": 4, "num_recent": 3}
+EVENT: dict[str, Any] = {
+    "position": 9,
+    "time": 0.5,
+    "old": [BUDGET],
+    "new": [BUDGET],
+    "max_evictions_per_step": None,
+    "held_at": None,
+}
+
+
+def event(**fields: Any) -> Callable[[Header, Tensors], None]:
+    return entries(budget_events=[{**EVENT, **fields}])
+
+
+def row_target(
+    counts: list[list[int]], budgets: list[list[int]] | None = [[1, 4, 3]] * 2
+) -> Callable[[Header, Tensors], None]:
+    """Layer 0 moves from budgets of its rows to these."""
+
+    def change(header: Header, tensors: Tensors) -> None:
+        for name, rows in (("row_target", counts), ("row_budget", budgets)):
+            if rows is not None:
+                tensors[f"layers.0.{name}"] = torch.tensor(rows, dtype=torch.int32)
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -661,7 +699,7 @@ BUDGET = {"num_sink": 1, "num_heavy": 4, "num_recent": 3}
         (entries(format="another"), 'header must have format "h2o-kv session", got {'),
         (entries(version=0.5), r"version must be an integer >= 0, got 0\.5"),
         (entries(version=True), "version must be an integer >= 0, got True"),
-        (entries(extra=1), r"header must have the keys \['format', .*, got {"),
+        (entries(extra=1), r"header must have the keys \['budget_events', 'format', .*, got {"),
         (entries(layers=None), "layers must be a list, got None"),
         (entries(layers=[]), "layers must be num_hidden_layers = 2, got 0|header must name all"),
         (entries(layers=[5, 6]), r"layer 0: header must have the keys \['budget', .*, got 5"),
@@ -690,6 +728,23 @@ BUDGET = {"num_sink": 1, "num_heavy": 4, "num_recent": 3}
             nested("options", dtype="float16"),
             "layer 0: keys must be torch.float16, got torch.float32",
         ),
+        (entries(budget_events={}), "budget_events must be a list, got {}"),
+        (entries(budget_events=[{}]), r"budget_events must have the keys \['held_at', .*, got {}"),
+        (event(position=-1), "position must be an integer >= 0, got -1"),
+        (event(time="noon"), "time must be a number of seconds, got 'noon'"),
+        (event(held_at=0.5), r"held_at must be an integer >= 0, got 0\.5"),
+        (event(max_evictions_per_step=True), "max_evictions_per_step must be an integer >= 0"),
+        (event(old=None), "old must be a list, got None"),
+        (event(new=[{}]), r"new must have the keys \['num_heavy', 'num_recent', 'num_sink'\], got"),
+        (row_target(counts=[[1, 4, 3, 1]] * 2, budgets=None), "row_budget must be given where"),
+        (row_target([[1, 4, 3]] * 2), r"row_target must be \[batch, counts and pace\] = \[2, 4\]"),
+        (row_target([[1, 4, 3, -1]] * 2), r"row_target must be >= 0 each and >= 1 in all, got \[1"),
+        (row_target([[0, 4, 3, 1]] * 2), "row_target must have num_sink and num_recent of row_bud"),
+        (
+            row_target([[1, 4, 3, 1], [1, 5, 3, 1]]),
+            r"no more num_heavy, got \[1, 5, 3, 1\] at \[1\]",
+        ),
+        (row_target([[1, 3, 3, 0]] * 2), "row_target must have a pace >= 1 where row_budget has"),
         (nested("options", more=1), r"options must have the keys \['dtype', "),
         (first_layer(columns_seen=-1), "layer 0: columns_seen must be an integer >= 0, got -1"),
         (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from transformers.cache_utils import Cache
 
 from h2o_kv._C import Budget, EvictionPolicy
 from h2o_kv.hf import session
+from h2o_kv.hf.budgets import BudgetEvent, requested_budgets
 from h2o_kv.hf.layer import H2OLayer, Handover
 from h2o_kv.hf.rolling import Rolling
 from h2o_kv.hf.settings import ATTENTION_NAME, Settings, model_shape
+from h2o_kv.hf.sharing import SLOT_STATE
+from h2o_kv.models import resolve_device
 
 __all__ = ["CacheBytes", "H2OCache"]
 
@@ -31,7 +35,7 @@ _LEARNED_POSITIONS = {"opt": "max_position_embeddings"}
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes that a cache has allocated, over all layers.
+    """Bytes that a cache holds, over all layers.
 
     Attributes
     ----------
@@ -41,16 +45,25 @@ class CacheBytes:
         Scores and positions.
     journal : int
         What `crop` could take back, while forwards are recorded.
+    shared : int
+        Those of them that other caches hold too: forks, or what this one was forked from. Each of
+        these caches counts them once, however often it has a row.
     """
 
     kv: int
     bookkeeping: int
     journal: int = 0
+    shared: int = 0
 
     @property
     def total(self) -> int:
         """Their sum."""
         return self.kv + self.bookkeeping + self.journal
+
+    @property
+    def owned(self) -> int:
+        """What is this cache's alone: what dropping it would free."""
+        return self.total - self.shared
 
 
 class H2OCache(Cache):  # type: ignore[misc]
@@ -144,10 +157,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         prefill_chunk = _count("H2OCache: prefill_chunk", prefill_chunk)
         if prefill_chunk < 1:
             raise ValueError(f"H2OCache: prefill_chunk must be >= 1, got {prefill_chunk}")
-        if dtype is not None and dtype not in _DTYPES:
-            error = ValueError if isinstance(dtype, torch.dtype) else TypeError
-            names = ", ".join(map(str, _DTYPES))
-            raise error(f"H2OCache: dtype must be one of {names}, got {dtype!r}")
+        _check_dtype("H2OCache: dtype", dtype)
         if max_rollback is not None:
             max_rollback = _count("H2OCache: max_rollback", max_rollback)
             if max_rollback < 0:
@@ -177,6 +187,7 @@ class H2OCache(Cache):  # type: ignore[misc]
             whole_masks=_builds_whole_masks(decoder),
         )
         self._handover = Handover()
+        self._budget_events: list[BudgetEvent] = []
         super().__init__(
             layers=[
                 H2OLayer(self._settings, self._handover, i)
@@ -192,7 +203,7 @@ class H2OCache(Cache):  # type: ignore[misc]
 
     @property
     def policy(self) -> EvictionPolicy:
-        """How many tokens each row and KV head keeps."""
+        """How many tokens each row and KV head keeps, until `set_budget` and after `reset`."""
         return self._settings.policy
 
     @property
@@ -217,11 +228,113 @@ class H2OCache(Cache):  # type: ignore[misc]
 
     @property
     def budgets(self) -> tuple[Budget, ...] | None:
-        """Budget of each row; None before the first forward."""
+        """Budget of each row, or the one that it moves to; None before the first forward."""
         layer = self.layers[0]
-        if layer.budget is None or layer.keys is None:
+        if layer.budget is None or not layer.is_initialized:
             return None
-        return tuple(layer.budget_of(row) for row in range(layer.keys.shape[0]))
+        return tuple(layer.budget_of(row) for row in range(layer.batch_size))
+
+    @property
+    def budget_events(self) -> list[BudgetEvent]:
+        """Every `set_budget` since the cache was empty, from the oldest to the latest."""
+        events = list(self._budget_events)
+        if events:
+            events[-1] = replace(events[-1], held_at=self.layers[-1].held_at)
+        return events
+
+    def set_budget(
+        self,
+        budget: Budget | EvictionPolicy | Sequence[Budget | EvictionPolicy] | None = None,
+        *,
+        num_heavy: int | None = None,
+        num_recent: int | None = None,
+        num_sink: int | None = None,
+        max_evictions_per_step: int | None = None,
+    ) -> None:
+        """Keep to another budget from now on.
+
+        A larger one takes memory, and nothing leaves. A smaller one lets what is above it leave, the
+        lowest scores first: at once, or a few in each step. `cache.budget_events` has each call.
+
+        Parameters
+        ----------
+        budget : Budget or EvictionPolicy, or a sequence with one a row, optional
+            Of every row, or of each. A policy of counts, with the `gqa_reduce` of the cache.
+        num_heavy, num_recent, num_sink : int, tokens, optional
+            Instead of `budget`: of every row; what is not given stays what it is in each row.
+        max_evictions_per_step : int, tokens, optional
+            >= 2. The most that leave a row and KV head in a step, with the one that makes room for
+            the new token. The new num_sink and num_recent hold at once, and the surplus is kept for
+            its scores until the budget is reached. By default all of it leaves in this call.
+
+        Raises
+        ------
+        TypeError
+            An argument is of another type.
+        ValueError
+            An argument is out of its range, or nothing was seen yet: then the policy says the budget.
+        RuntimeError
+            A forward stopped half-way.
+        MemoryError
+            There is not so much memory. Nothing has changed but, perhaps, the capacity of some
+            layers, of which nothing is to be seen in what follows.
+
+        Notes
+        -----
+        A step is a forward, of a row that has a real token in it: of n tokens of a row, whose own
+        tokens may leave besides, at most `n + max_evictions_per_step - 1` leave. Where drafts are
+        verified, each token is a step. Memory becomes that of the largest row in this call, and again
+        when all rows are within their budgets. What `crop` could take back is forgotten here.
+
+        Examples
+        --------
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from h2o_kv import EvictionPolicy, H2OCache
+        >>> from h2o_kv.hf import cache_kwarg
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32,
+        ...                      num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> model.set_attn_implementation("h2o")
+        >>> cache = H2OCache(model.config, EvictionPolicy(num_heavy=8, num_recent=8))
+        >>> with torch.no_grad():
+        ...     output = model(torch.arange(3, 23)[None], **{cache_kwarg(model): cache})
+        >>> cache.set_budget(num_heavy=4, num_recent=4)
+        >>> int(cache.tokens_kept()[0].max()), cache.budget_events[0].held_at
+        (8, 20)
+        """
+        name = "H2OCache.set_budget"
+        self._check_in_step()
+        old, position = self.budgets, int(self.get_seq_length())
+        if not old or position == 0:
+            raise ValueError(
+                f"{name}: the cache must have seen tokens, got {self!r}; before them the policy says "
+                "the budget"
+            )
+        counts = {"num_sink": num_sink, "num_heavy": num_heavy, "num_recent": num_recent}
+        for key, count in counts.items():
+            counts[key] = None if count is None else _count(f"{name}: {key}", count)
+        new = requested_budgets(old, budget, counts, self.policy.gqa_reduce)
+        if max_evictions_per_step is not None:
+            most = f"{name}: max_evictions_per_step"
+            max_evictions_per_step = _count(most, max_evictions_per_step)
+            if max_evictions_per_step < 2:
+                raise ValueError(
+                    f"{most} must be >= 2, one of which makes room for the new token, got "
+                    f"{max_evictions_per_step}"
+                )
+        for layer in self.layers:
+            layer.make_room(new)
+        events = self.budget_events
+        events.append(BudgetEvent(position, time.time(), old, new, max_evictions_per_step))
+        events[-1].log()
+        for layer in self.layers:
+            layer.set_budgets(new, max_evictions_per_step and max_evictions_per_step - 1)
+        self._budget_events = events
+
+    def reset(self) -> None:
+        """Forget everything, budgets of ratios and `set_budget` included; memory stays allocated."""
+        super().reset()
+        self._budget_events = []
 
     def update(
         self,
@@ -320,15 +433,16 @@ class H2OCache(Cache):  # type: ignore[misc]
         ]
 
     def nbytes(self) -> CacheBytes:
-        """Bytes allocated; they do not grow with the tokens seen (`journal`: beyond its bound)."""
-        kv = bookkeeping = journal = 0
+        """Bytes held; they do not grow with the tokens seen (`journal`: beyond its bound)."""
+        kv = bookkeeping = journal = shared = 0
         for layer in self.layers:
-            if layer.is_initialized:
-                kv += _nbytes(layer.keys) + _nbytes(layer.values)
-                bookkeeping += _nbytes(layer.scores) + _nbytes(layer.positions)
-            if layer.journal is not None:
-                journal += layer.journal.nbytes
-        return CacheBytes(kv=kv, bookkeeping=bookkeeping, journal=journal)
+            sizes = {name: _nbytes(layer.held(name)) for name in SLOT_STATE}
+            recorded = 0 if layer.journal is None else layer.journal.nbytes
+            kv += sizes["keys"] + sizes["values"]
+            bookkeeping += sizes["scores"] + sizes["positions"]
+            journal += recorded
+            shared += (sum(sizes.values()) + recorded) * layer.is_shared
+        return CacheBytes(kv=kv, bookkeeping=bookkeeping, journal=journal, shared=shared)
 
     def insert(self, row: int, other: H2OCache, source: int = 0) -> None:
         """Row `row` of a running batch becomes row `source` of `other`; no other row changes.
@@ -409,7 +523,7 @@ class H2OCache(Cache):  # type: ignore[misc]
 
     def _row(self, argument: str, row: int) -> int:
         row = _count(f"H2OCache.{argument}", row)
-        num_rows = 0 if self.layers[0].keys is None else self.layers[0].keys.shape[0]
+        num_rows = self.layers[0].batch_size if self.layers[0].is_initialized else 0
         if not 0 <= row < num_rows:
             raise IndexError(f"H2OCache.{argument} must be in 0..{num_rows - 1}, got {row}")
         return row
@@ -417,7 +531,10 @@ class H2OCache(Cache):  # type: ignore[misc]
     def fork(self, n: int) -> H2OCache:
         """Make a new cache in which each row stands `n` times, next to each other.
 
-        Copies everything; the two share no memory.
+        The two share their memory until one of them writes into a layer, in a forward, say, or
+        `crop`, `insert` or `set_budget`: then it copies its rows of that layer before, and the last
+        one of all that hold them copies nothing. Moving rows before that copies nothing either. No
+        cache notices what becomes of another.
 
         Parameters
         ----------
@@ -430,6 +547,12 @@ class H2OCache(Cache):  # type: ignore[misc]
             n is no integer.
         ValueError
             n < 1.
+
+        Notes
+        -----
+        `layers[i].k_cache` and the others show the values of the rows at any time, and are only to be
+        read while `nbytes().shared` is not 0: then they may be memory of both caches, or a copy made
+        for the reader.
         """
         n = _count("H2OCache.fork: n", n)
         if n < 1:
@@ -437,10 +560,61 @@ class H2OCache(Cache):  # type: ignore[misc]
         settings = self._settings
         copy = H2OCache(settings.model, settings.policy, **settings.options())
         for layer, source in zip(copy.layers, self.layers, strict=True):
-            layer.copy_from(source)
+            layer.share(source)
             if n > 1:
                 layer.batch_repeat_interleave(n)
+        copy._budget_events = list(self._budget_events)
         return copy
+
+    def to(
+        self, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> H2OCache:
+        """Move the cache to another device, or its keys and values to another dtype, in place.
+
+        Scores become float64 with float64 keys and float32 with any other; everything else stays as
+        it is. A dtype is from now on that of the cache, as if it had been made with it.
+
+        Parameters
+        ----------
+        device : str or torch.device, optional
+            "cpu", "cuda", "cuda:<index>" or "auto", of all layers. Before the first forward there is
+            nothing to move: layers are where their first keys are.
+        dtype : torch.dtype, optional
+            As in H2OCache.
+
+        Returns
+        -------
+        H2OCache
+            This one.
+
+        Raises
+        ------
+        TypeError, ValueError
+            There is no such device or dtype, or neither is given.
+        RuntimeError
+            A forward stopped half-way, or there is not so much memory. Nothing has changed.
+
+        Notes
+        -----
+        What `crop` could take back is forgotten, since the steps that it would do again would have
+        other last bits. Forks that share memory with this cache stay what and where they are.
+        """
+        if device is None and dtype is None:
+            raise ValueError("H2OCache.to: device or dtype must be given, got neither")
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"H2OCache.to: device must be one, got {device}; give it as dtype=")
+        _check_dtype("H2OCache.to: dtype", dtype)
+        if device is not None:
+            device = resolve_device(device, name="H2OCache.to: device")
+            device = torch.empty(0, device=device).device  # With its index.
+        self._check_in_step()
+        moved = [layer.moved(device, dtype) for layer in self.layers]
+        if dtype is not None:
+            self._settings = replace(self._settings, dtype=dtype)
+        for layer, tensors in zip(self.layers, moved, strict=True):
+            layer.settings = self._settings
+            layer.move(tensors)
+        return self
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write everything that the cache holds to one safetensors file, to go on from it later.
@@ -461,7 +635,8 @@ class H2OCache(Cache):  # type: ignore[misc]
         OSError
             The file cannot be written.
         """
-        session.save(file, self._settings, [layer.state() for layer in self.layers])
+        states = [layer.state() for layer in self.layers]
+        session.save(file, self._settings, states, self.budget_events)
 
     @classmethod
     def load(
@@ -550,6 +725,13 @@ def _builds_whole_masks(decoder: Any) -> bool:
     from transformers.models.opt import modeling_opt
 
     return not hasattr(modeling_opt, "create_causal_mask")
+
+
+def _check_dtype(name: str, dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in _DTYPES:
+        error = ValueError if isinstance(dtype, torch.dtype) else TypeError
+        names = ", ".join(map(str, _DTYPES))
+        raise error(f"{name} must be one of {names}, got {dtype!r}")
 
 
 def _prompt_length(value: int | Sequence[int] | None) -> int | tuple[int, ...] | None:

@@ -4,14 +4,15 @@ A step overwrites the slot of the token that leaves and adds to every score. So 
 back, a forward leaves here a copy of scores and positions as they were before it, and the keys and
 values that left (`k_evicted`, `v_evicted` of h2o_attention_decode). A forward of which some tokens
 stay is undone as a whole, and those tokens go through the operator once more, which gives the same
-bits again; so their queries, keys and values are kept too.
+bits again; so their queries, keys and values are kept too. While a budget moves (budgets.py) tokens
+leave between steps as well, and memory may change its size: then all of the state is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Forward(NamedTuple):
     key: Tensor  # [batch, num_kv_heads, num_new, head_dim], and so are value and v_evicted
     value: Tensor
     position: Tensor  # int32, [batch, num_new]; -1 = padding
-    evicted: Tensor  # int32, [batch, num_kv_heads, num_new]; -1 = none
+    evicted: Tensor  # int32, [batch, num_kv_heads, num_new or, of a moving budget, more]; -1 = none
     k_evicted: Tensor
     v_evicted: Tensor
     scale: float | None
@@ -63,6 +64,8 @@ class Entry:
     scores: Tensor  # [batch, num_kv_heads, capacity]
     positions: Tensor  # int32, [batch, num_kv_heads, capacity]
     tokens_seen: Tensor  # int32, [batch]
+    # Copies of the layer's other tensors by their names, if its budget moved then.
+    others: dict[str, Tensor] = field(default_factory=dict)
     forwards: list[Forward] = field(default_factory=list)
     num_columns: int = 0  # new tokens of each row, padding included
 
@@ -89,23 +92,35 @@ class Entry:
             scores=change(self.scores),
             positions=change(self.positions),
             tokens_seen=change(self.tokens_seen),
+            others={name: change(tensor) for name, tensor in self.others.items()},
             forwards=[forward.map(change) for forward in self.forwards],
             num_columns=self.num_columns,
         )
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held."""
-        yield from (self.scores, self.positions, self.tokens_seen)
+        yield from (self.scores, self.positions, self.tokens_seen, *self.others.values())
         for forward in self.forwards:
             yield from forward[:-1]
 
-    def restore(
-        self, keys: Tensor, values: Tensor, scores: Tensor, positions: Tensor, tokens_seen: Tensor
-    ) -> None:
-        """Make the state of a layer, in place, what it was before these forwards.
+    def restore(self, layer: Any) -> None:
+        """Make the state of an H2OLayer what it was before these forwards, in place if it has its size.
 
         What slots hold that were empty is left as it is: nobody reads it.
         """
+        before = {name: getattr(self, name) for name in ("scores", "positions", "tokens_seen")}
+        before.update(self.others)
+        if not self.others:
+            self._bring_back(layer.keys, layer.values, layer.positions)
+        for name, tensor in before.items():
+            now = getattr(layer, name)
+            if now is not None and now.shape == tensor.shape:
+                now.copy_(tensor)
+            else:
+                setattr(layer, name, tensor.clone())
+
+    def _bring_back(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Put keys and values that left into the slots where they were."""
         overwritten = (positions != self.positions) & (self.positions >= 0)
         index = row, head, _ = overwritten.nonzero(as_tuple=True)
         evicted, k_evicted, v_evicted = (
@@ -117,9 +132,6 @@ class Entry:
         column = left.to(torch.uint8).argmax(1)
         keys[index] = k_evicted[row, head, column]
         values[index] = v_evicted[row, head, column]
-        scores.copy_(self.scores)
-        positions.copy_(self.positions)
-        tokens_seen.copy_(self.tokens_seen)
 
 
 class Journal:
@@ -173,16 +185,8 @@ class Journal:
         self.entries.clear()
         self.unverified = unverified
 
-    def take_back(
-        self,
-        columns: int,
-        keys: Tensor,
-        values: Tensor,
-        scores: Tensor,
-        positions: Tensor,
-        tokens_seen: Tensor,
-    ) -> list[Forward]:
-        """Undo the last `columns` tokens, and perhaps some before them, in the state of a layer.
+    def take_back(self, columns: int, layer: Any) -> list[Forward]:
+        """Undo the last `columns` tokens, and perhaps some before them, in the state of an H2OLayer.
 
         Returns
         -------
@@ -191,7 +195,7 @@ class Journal:
         """
         while columns > 0:
             entry = self.entries.pop()
-            entry.restore(keys, values, scores, positions, tokens_seen)
+            entry.restore(layer)
             columns -= entry.num_columns
         if columns == 0:
             return []

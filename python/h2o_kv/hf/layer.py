@@ -8,14 +8,16 @@ h2o_attention_decode.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from h2o_kv.hf.budgets import MovableBudget
 from h2o_kv.hf.journal import Entry, Forward, Journal
-from h2o_kv.hf.memory import LayerMemory, Variable
+from h2o_kv.hf.memory import Variable
 from h2o_kv.hf.settings import Settings, model_shape
 
 __all__ = ["LAYER_ATTRIBUTE", "H2OLayer", "Handover"]
@@ -48,7 +50,7 @@ class _NewTokens(NamedTuple):
     scale: float | None
 
 
-class H2OLayer(LayerMemory):
+class H2OLayer(MovableBudget):
     """State of one decoder layer.
 
     The tensors are allocated at the first forward, on the device of its keys, and written in place
@@ -67,11 +69,18 @@ class H2OLayer(LayerMemory):
     columns_seen : int
         Columns of input_ids so far, padding included: what `get_seq_length` answers.
     budget : Budget or None
-        Budget of every row, or the largest one where they differ; its total is the capacity.
+        Budget of every row, or the largest one where they differ; its total is the capacity. While
+        budgets move, what they move to.
     row_budget : Tensor, int32, [batch, 3], or None
-        (num_sink, num_heavy, num_recent) of each row where they differ.
+        (num_sink, num_heavy, num_recent) of each row where they differ; while budgets move, those in
+        force.
+    row_target : Tensor, int32, [batch, 4], or None
+        While budgets move: those that each row moves to, and by how many tokens in a step.
+    held_at : int or None
+        Columns seen when the budget that was set last held in every row.
     last_evicted : Tensor, int32, [batch, num_kv_heads, num_new], or None
-        Positions that left in the last forward, -1 = none; see h2o_attention_decode.
+        Positions that left in the last forward, -1 = none; see h2o_attention_decode. Then those that
+        left since a budget moved; after a budget was set, those that left at once.
     journal : Journal or None
         What `crop` can take back, while forwards are recorded.
     """
@@ -88,8 +97,7 @@ class H2OLayer(LayerMemory):
         self._gqa_reduce = settings.policy.gqa_reduce
 
     def __repr__(self) -> str:
-        capacity = None if self.keys is None else self.keys.shape[2]
-        return f"H2OLayer(layer_idx={self.layer_idx}, capacity={capacity})"
+        return f"H2OLayer(layer_idx={self.layer_idx}, capacity={self.capacity})"
 
     @property
     def supports_early_init(self) -> bool:
@@ -181,6 +189,7 @@ class H2OLayer(LayerMemory):
         real = None
         if attention_mask is not None:
             real = self._real_tokens(attention_mask, batch, num_new)
+        self.own()
         if self.columns_seen == 0:
             self._start(key, value, real)
         elif batch != self.batch_size:
@@ -240,7 +249,11 @@ class H2OLayer(LayerMemory):
 
     def _join(self, new: _NewTokens) -> Tensor:
         """Let new tokens join as the cache's prefill says."""
-        return self._step(new, self._chunk(new.key.shape[2]))
+        num_new = new.key.shape[2]
+        output = self._step(new, self._chunk(num_new))
+        if self.row_target is not None:
+            self._advance(new.added, self.columns_seen + num_new)
+        return output
 
     def _number(self, real: Tensor | None, num_new: int) -> tuple[Tensor, Tensor | int]:
         """Positions of the new tokens, int32 [batch, num_new], and how many of each row are real.
@@ -321,27 +334,44 @@ class H2OLayer(LayerMemory):
         assert evicted is not None
         q, k, v = (tensor[:, :, in_prompt:].clone() for tensor in vectors)
         rest = position[:, in_prompt:]
-        drafts = self._verify(journal, _NewTokens(q, k, v, rest, _count_real(rest), new.scale))
+        drafts = self._verify(
+            journal, _NewTokens(q, k, v, rest, _count_real(rest), new.scale), ahead=in_prompt
+        )
         assert self.last_evicted is not None
         self.last_evicted = torch.cat([evicted, self.last_evicted], 2)
         return torch.cat([output, drafts], 2)
 
-    def _verify(self, journal: Journal, new: _NewTokens) -> Tensor:
-        """Let new tokens join one by one, and record it."""
+    def _verify(self, journal: Journal, new: _NewTokens, ahead: int = 0) -> Tensor:
+        """Let new tokens join one by one, and record it; `ahead` columns came before in this forward."""
         assert self.tokens_seen is not None
         assert self.scores is not None
         assert self.positions is not None
-        entry = Entry(self.scores.clone(), self.positions.clone(), self.tokens_seen.clone())
-        position = new.position.clone()  # That of a single token lies in tokens_seen.
-        room = {name: new.key.new_empty(new.key.shape) for name in ("k_evicted", "v_evicted")}
-        output = self._step(new._replace(position=position), 1, **room)
-        evicted = self.last_evicted
-        assert evicted is not None
-        entry.append(
-            Forward(new.query, new.key, new.value, position, evicted, **room, scale=new.scale)
+        entry = Entry(
+            self.scores.clone(),
+            self.positions.clone(),
+            self.tokens_seen.clone(),
+            self._copies_of_move(),
         )
+        outputs, left = [], []
+        # While a budget moves, each is a step for itself, as it would be without drafts.
+        for piece in [new] if self.row_target is None else _singly(new):
+            position = piece.position.clone()  # That of a single token lies in tokens_seen.
+            room = {
+                name: piece.key.new_empty(piece.key.shape) for name in ("k_evicted", "v_evicted")
+            }
+            outputs.append(self._step(piece._replace(position=position), 1, **room))
+            ahead += position.shape[1]
+            if self.row_target is not None:
+                self._advance(piece.added, self.columns_seen + ahead)
+            evicted = self.last_evicted
+            assert evicted is not None
+            entry.append(Forward(*piece[:3], position, evicted, **room, scale=piece.scale))
+            left.append(evicted)
         journal.add(entry)
-        return output
+        if len(outputs) == 1:
+            return outputs[0]
+        self.last_evicted = torch.cat(left, 2)
+        return torch.cat(outputs, 2)
 
     def _prompt_columns(self, position_new: Tensor) -> int:
         """How many of the new columns belong to the prompt, whose length only the caller knows."""
@@ -421,19 +451,24 @@ class H2OLayer(LayerMemory):
         remove = self._removed_by(tokens_to_remove)
         if remove <= 0:
             return
-        journal, seen = self.journal, self.tokens_seen
+        self.own()
+        journal = self.journal
         assert journal is not None
-        assert seen is not None
-        assert self.keys is not None
-        assert self.values is not None
-        assert self.scores is not None
-        assert self.positions is not None
-        state = (self.keys, self.values, self.scores, self.positions, seen)
         with torch.inference_mode(False), torch.no_grad():
-            for forward in journal.take_back(remove, *state):
+            again = journal.take_back(remove, self)
+            self.columns_seen -= remove
+            undone = self.held_at is not None and self.held_at > self.columns_seen
+            self.columns_seen -= sum(forward.num_columns for forward in again)
+            self._aim(self.row_target)
+            for forward in again:
                 added = _count_real(forward.position)
                 self._step(_NewTokens(*forward[:4], added, forward.scale), 1)
-        self.columns_seen -= remove
+                self.columns_seen += forward.num_columns
+                if self.row_target is not None:
+                    self._advance(added, self.columns_seen)
+            self._settle(self.columns_seen)
+            if undone:
+                self.held_at = None if self.row_target is not None else self.columns_seen
         entries = journal.entries
         self.last_evicted = entries[-1].forwards[-1].evicted if entries else None
 
@@ -538,15 +573,31 @@ class H2OLayer(LayerMemory):
         return -1
 
     def reset(self) -> None:
-        """Forget everything, budgets of ratios included; the memory stays allocated."""
+        """Forget everything, budgets of ratios included; memory that is not shared stays allocated."""
+        if self._hold is not None and not self._hold.owns:
+            self._let_go()  # What others hold is left to them.
+            self.keys = self.values = self.scores = self.positions = self.tokens_seen = None
+            self.is_initialized = False
+        self.own()
         self.columns_seen = 0
         self.budget = None
         self.row_budget = None
+        self._aim(None)
+        self.held_at = None
         self.last_evicted = None
         self._record_from_the_start()
         self._handover.layer_idx = None
         if self.is_initialized:
             self._empty(slice(None))
+
+
+def _singly(new: _NewTokens) -> Iterator[_NewTokens]:
+    """Each column for itself."""
+    for i in range(new.key.shape[2]):
+        column = slice(i, i + 1)
+        q, k, v = (tensor[:, :, column] for tensor in new[:3])
+        position = new.position[:, column]
+        yield _NewTokens(q, k, v, position, _count_real(position), new.scale)
 
 
 def _count_real(positions: Tensor) -> Tensor:

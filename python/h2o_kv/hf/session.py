@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from h2o_kv._C import Budget, EvictionPolicy, version
+from h2o_kv.hf.budgets import BudgetEvent
 from h2o_kv.hf.memory import LayerState
 from h2o_kv.hf.settings import OPTIONS, Settings, model_shape
 from h2o_kv.models import DTYPES, resolve_device
@@ -37,12 +38,18 @@ _T = TypeVar("_T")
 
 _FORMAT = "h2o-kv session"
 # To be raised with every change that this code would misread.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # Entry of the file's metadata; the only one, since safetensors writes several in random order.
 _METADATA_KEY = "h2o_kv_session"
 
-_HEADER = ("format", "version", "library", "model", "policy", "options", "layers")
+_HEADER = (
+    *("format", "version", "library", "model", "policy", "options", "layers"),
+    "budget_events",
+)
+# Entries that came with a version after the first, and what stands for them in older files.
+_LATER: dict[str, tuple[int, Any]] = {"budget_events": (2, [])}
 _LAYER = ("columns_seen", "budget", "window", "device", "sha256")
+_EVENT = ("position", "time", "old", "new", "max_evictions_per_step", "held_at")
 _BUDGET = ("num_sink", "num_heavy", "num_recent")
 _POLICY = ("num_heavy", "num_recent", "num_sink", "heavy_ratio", "recent_ratio", "gqa_reduce")
 
@@ -55,16 +62,22 @@ _AXES: dict[str, tuple[str, ...]] = {
     "positions": _SLOTS,
     "tokens_seen": ("batch",),
     "row_budget": ("batch", "counts"),
+    "row_target": ("batch", "counts and pace"),
     "last_evicted": ("batch", "num_kv_heads", "num_new"),
 }
-_OPTIONAL = {"row_budget", "last_evicted"}
+_OPTIONAL = {"row_budget", "row_target", "last_evicted"}
 
 
 class SessionError(ValueError):
     """A cache that cannot be saved, or a file that cannot be loaded, as a session; says why."""
 
 
-def save(file: str | os.PathLike[str], settings: Settings, states: Sequence[LayerState]) -> None:
+def save(
+    file: str | os.PathLike[str],
+    settings: Settings,
+    states: Sequence[LayerState],
+    events: Sequence[BudgetEvent],
+) -> None:
     """Write the layers of a cache to `file`; see `H2OCache.save`."""
     path = Path(os.path.realpath(file))  # A link stays; the file that it leads to is replaced.
     if not path.parent.is_dir():
@@ -96,6 +109,7 @@ def save(file: str | os.PathLike[str], settings: Settings, states: Sequence[Laye
             }
             for state, device in zip(states, devices, strict=True)
         ],
+        "budget_events": [_event_attributes(event) for event in events],
     }
     tensors = {
         _tensor_name(layer, name): tensor
@@ -127,11 +141,14 @@ def load(
             dtype = options["dtype"]
             cache = cache_class(model, policy, **{**options, "dtype": DTYPES.get(dtype, dtype)})
             states = _layer_states(content, header["layers"])
+            cache._budget_events = _events(header["budget_events"])
             _check(states, cache._settings)
         for layer, state, saved in zip(cache.layers, states, header["layers"], strict=True):
             place = device or _former_device(saved["device"])
             moved = {name: tensor.to(place) for name, tensor in state.tensors.items()}
             layer.restore(replace(state, tensors=moved))
+            if cache._budget_events:
+                layer.held_at = cache._budget_events[-1].held_at
     return cache
 
 
@@ -200,6 +217,9 @@ def _header(metadata: dict[str, str] | None) -> dict[str, Any]:
             f"{written}, written by h2o-kv {reprlib.repr(header.get('library'))}"
         )
     _check_digest("header", header.pop("sha256", None), _json_digest(header))
+    for key, (version_of_it, absent) in _LATER.items():
+        if written < version_of_it:
+            header.setdefault(key, absent)
     return _object("header", header, _HEADER)
 
 
@@ -243,6 +263,32 @@ def _layer_state(content: Any, layer: int, header: dict[str, Any]) -> LayerState
         window=None if window is None else _number("window", window),
         tensors=tensors,
     )
+
+
+def _events(events: Any) -> list[BudgetEvent]:
+    """The `budget_events` of a header."""
+    if not isinstance(events, list):
+        raise ValueError(f"budget_events must be a list, got {reprlib.repr(events)}")
+    return [_event(_object("budget_events", event, _EVENT)) for event in events]
+
+
+def _event(event: dict[str, Any]) -> BudgetEvent:
+    if type(event["time"]) is not float:
+        raise ValueError(f"time must be a number of seconds, got {reprlib.repr(event['time'])}")
+    most, held_at = (
+        None if event[name] is None else _number(name, event[name])
+        for name in ("max_evictions_per_step", "held_at")
+    )
+    old, new = (_budgets(name, event[name]) for name in ("old", "new"))
+    return BudgetEvent(
+        _number("position", event["position"]), event["time"], old, new, most, held_at
+    )
+
+
+def _budgets(what: str, budgets: Any) -> tuple[Budget, ...]:
+    if not isinstance(budgets, list):
+        raise ValueError(f"{what} must be a list, got {reprlib.repr(budgets)}")
+    return tuple(_made(Budget, what, budget, _BUDGET) for budget in budgets)
 
 
 def _tensor_name(layer: int, name: str) -> str:
@@ -334,6 +380,21 @@ def _check_layer(state: LayerState, dtype: torch.dtype | None) -> None:
         budgets = tensors["row_budget"]
         rule = f"row_budget must be >= 0 each and <= capacity = {capacity} in all"
         _check_all((budgets >= 0).all(1) & (budgets.sum(1) <= capacity), budgets, rule)
+    if "row_target" in tensors:
+        _check_move(tensors.get("row_budget"), tensors["row_target"])
+
+
+def _check_move(budgets: Tensor | None, targets: Tensor) -> None:
+    if budgets is None:
+        raise ValueError("row_budget must be given where row_target is, got none")
+    rule = "row_target must be >= 0 each and >= 1 in all"
+    _check_all((targets >= 0).all(1) & (targets[:, :3].sum(1) >= 1), targets, rule)
+    above = budgets - targets[:, :3]
+    alike = (above[:, 0] == 0) & (above[:, 2] == 0)
+    rule = "row_target must have num_sink and num_recent of row_budget, and no more num_heavy"
+    _check_all(alike & (above[:, 1] >= 0), targets, rule)
+    rule = "row_target must have a pace >= 1 where row_budget has more num_heavy"
+    _check_all((above[:, 1] == 0) | (targets[:, 3] >= 1), targets, rule)
 
 
 def _check_layout(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, int]:
@@ -348,7 +409,7 @@ def _check_layout(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict
         raise ValueError(f"keys must be of a floating-point dtype, got {dtype}")
     score_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     dtypes = {"keys": dtype, "values": dtype, "scores": score_dtype}
-    sizes = {"counts": 3}
+    sizes = {"counts": 3, "counts and pace": 4}
     for name, axes in _AXES.items():
         if name not in tensors:
             continue
@@ -414,6 +475,13 @@ def _number(what: str, value: Any) -> int:
 
 def _attributes(value: Any, names: Iterable[str]) -> dict[str, Any] | None:
     return None if value is None else {name: getattr(value, name) for name in names}
+
+
+def _event_attributes(event: BudgetEvent) -> dict[str, Any]:
+    old, new = (
+        [_attributes(budget, _BUDGET) for budget in rows] for rows in (event.old, event.new)
+    )
+    return {**{name: getattr(event, name) for name in _EVENT}, "old": old, "new": new}
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str | None:

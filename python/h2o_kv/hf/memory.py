@@ -241,7 +241,7 @@ class LayerMemory(CacheLayerMixin):  # type: ignore[misc]
         """Forget what row `row` has seen; its budget stays. What `crop` could undo is forgotten too."""
         assert self.tokens_seen is not None
         if self.journal is not None:
-            self.journal.clear()
+            self.journal = self.journal.cleared()
         self._empty(row)
         self.last_evicted = None
 

@@ -201,23 +201,6 @@ def test_a_model_with_other_layers_raises() -> None:
         short.update(keys, keys, 1)
 
 
-def test_a_forward_that_stopped_half_way_raises_until_reset() -> None:
-    model = tiny_model("llama")
-    cache = H2OCache(model.config, POLICY)
-
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    hook = model.model.layers[1].register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        forward(model, tokens(1, 5), cache)
-    hook.remove()
-    with pytest.raises(RuntimeError, match="got layer 0 at 5, layer 1 at 0"):
-        forward(model, tokens(1, 5), cache)
-    cache.reset()
-    forward(model, tokens(1, 5), cache)
-
-
 def test_a_model_of_another_kind_raises() -> None:
     cache = H2OCache(tiny_config("opt", attn_implementation="h2o"), POLICY)
     with pytest.raises(ValueError, match=r"'model_type': 'opt'.* got .*'model_type': 'llama'"):

@@ -150,7 +150,7 @@ class MovableBudget(LayerMemory):
 
     def _rows_changed(self) -> None:
         super()._rows_changed()
-        self._settle(self.columns_seen)
+        self._note_arrival(self.columns_seen)
 
     def make_room(self, budgets: Sequence[Budget]) -> None:
         """Grow the memory for the largest of `budgets`, where it is too small; changes nothing else.
@@ -175,7 +175,7 @@ class MovableBudget(LayerMemory):
             new ones; None = all that are above the budget leave now.
         """
         if self.journal is not None:
-            self.journal.clear()
+            self.journal = self.journal.cleared()
         self.own()
         assert self.positions is not None
         with torch.inference_mode(False), torch.no_grad():
@@ -220,9 +220,9 @@ class MovableBudget(LayerMemory):
             self.last_evicted = torch.cat([self.last_evicted, evicted], 2)
             # A graph cannot look: what comes next and is not compiled finds out.
             if not torch.compiler.is_compiling():
-                self._settle(seen)
+                self._note_arrival(seen)
 
-    def _settle(self, seen: int) -> None:
+    def _note_arrival(self, seen: int) -> None:
         """See whether every row is within the budget that it moves to: then nothing moves any more."""
         if self.row_target is None:
             return

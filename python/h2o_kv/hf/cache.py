@@ -5,8 +5,11 @@ from __future__ import annotations
 import operator
 import os
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +20,8 @@ from transformers.cache_utils import Cache
 from h2o_kv._C import Budget, EvictionPolicy
 from h2o_kv.hf import session
 from h2o_kv.hf.budgets import BudgetEvent, requested_budgets
-from h2o_kv.hf.layer import H2OLayer, Handover
+from h2o_kv.hf.layer import H2OLayer
+from h2o_kv.hf.progress import Progress
 from h2o_kv.hf.rolling import Rolling
 from h2o_kv.hf.settings import ATTENTION_NAME, Settings, model_shape
 from h2o_kv.hf.sharing import SLOT_STATE
@@ -48,17 +52,20 @@ class CacheBytes:
     shared : int
         Those of them that other caches hold too: forks, or what this one was forked from. Each of
         these caches counts them once, however often it has a row.
+    undo : int
+        What takes back a decode step that stops half-way: a copy of the bookkeeping, and a token.
     """
 
     kv: int
     bookkeeping: int
     journal: int = 0
     shared: int = 0
+    undo: int = 0
 
     @property
     def total(self) -> int:
         """Their sum."""
-        return self.kv + self.bookkeeping + self.journal
+        return self.kv + self.bookkeeping + self.journal + self.undo
 
     @property
     def owned(self) -> int:
@@ -186,13 +193,11 @@ class H2OCache(Cache):  # type: ignore[misc]
             max_positions=getattr(decoder, _LEARNED_POSITIONS.get(decoder.model_type, ""), None),
             whole_masks=_builds_whole_masks(decoder),
         )
-        self._handover = Handover()
         self._budget_events: list[BudgetEvent] = []
+        num_layers = decoder.num_hidden_layers
+        self._progress = Progress(num_layers)
         super().__init__(
-            layers=[
-                H2OLayer(self._settings, self._handover, i)
-                for i in range(decoder.num_hidden_layers)
-            ]
+            layers=[H2OLayer(self._settings, self._progress, i) for i in range(num_layers)]
         )
 
     def __repr__(self) -> str:
@@ -229,7 +234,7 @@ class H2OCache(Cache):  # type: ignore[misc]
     @property
     def budgets(self) -> tuple[Budget, ...] | None:
         """Budget of each row, or the one that it moves to; None before the first forward."""
-        layer = self.layers[0]
+        layer = self.layers[0].last_complete()
         if layer.budget is None or not layer.is_initialized:
             return None
         return tuple(layer.budget_of(row) for row in range(layer.batch_size))
@@ -303,6 +308,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         (8, 20)
         """
         name = "H2OCache.set_budget"
+        self._settle()
         self._check_in_step()
         old, position = self.budgets, int(self.get_seq_length())
         if not old or position == 0:
@@ -327,14 +333,10 @@ class H2OCache(Cache):  # type: ignore[misc]
         events = self.budget_events
         events.append(BudgetEvent(position, time.time(), old, new, max_evictions_per_step))
         events[-1].log()
-        for layer in self.layers:
-            layer.set_budgets(new, max_evictions_per_step and max_evictions_per_step - 1)
-        self._budget_events = events
-
-    def reset(self) -> None:
-        """Forget everything, budgets of ratios and `set_budget` included; memory stays allocated."""
-        super().reset()
-        self._budget_events = []
+        with self._as_a_whole("set_budget"):
+            for layer in self.layers:
+                layer.set_budgets(new, max_evictions_per_step and max_evictions_per_step - 1)
+            self._budget_events = events
 
     def update(
         self,
@@ -349,36 +351,75 @@ class H2OCache(Cache):  # type: ignore[misc]
         Raises
         ------
         RuntimeError
-            The attention is not "h2o", the previous layer's attention never asked for its cache, or
-            an earlier forward stopped half-way.
+            The attention is not "h2o", or the previous layer's attention never asked for its cache.
         ValueError
             The model has other layers than the cache.
         """
         num_layers = len(self.layers)
-        if layer_idx == 0:  # Once a forward.
-            self._settings.check_pairing()
         if layer_idx >= num_layers:
             raise ValueError(
                 f"H2OCache: layer_idx must be < num_hidden_layers = {num_layers} of the config "
                 f"that the cache was made from, got {layer_idx}"
             )
-        if self._handover.layer_idx is not None:
-            raise RuntimeError(
-                f"H2OCache: the attention of layer {self._handover.layer_idx} did not use its "
-                f'cache; every layer must run attn_implementation="{ATTENTION_NAME}": call '
-                f"{self._settings.how_to_pair()} (after an interrupted forward: reset())"
-            )
-        if layer_idx == 0:
-            self._check_in_step()
+        if layer_idx == 0:  # Once a forward.
+            self._settings.check_pairing()
+            self._begin_forward()
+        elif self._progress.awaiting is not None:
+            raise self._unused(self._progress.awaiting)
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def _begin_forward(self) -> None:
+        """Take back what an earlier forward left that stopped half-way, if there is one."""
+        progress = self._progress
+        awaiting = progress.awaiting
+        if progress.undo or awaiting is not None:
+            # An interrupt seldom comes twice in the same place; another model stops there always.
+            num_done, again = len(progress.undo), progress.stops_again()
+            self._settle()
+            if again and awaiting is not None:
+                progress.awaiting = awaiting
+                raise self._unused(awaiting)
+            if again:
+                warnings.warn(
+                    f"H2OCache: two forwards in a row stopped after {num_done} of "
+                    f"{len(self.layers)} layers, and were taken back. Unless they were interrupted, "
+                    "the model has fewer layers than its config",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        else:
+            progress.finish()
+        self._check_in_step()
+
+    def _unused(self, layer_idx: int) -> RuntimeError:
+        return RuntimeError(
+            f"H2OCache: the attention of layer {layer_idx} did not use its cache; every layer must "
+            f'run attn_implementation="{ATTENTION_NAME}": call {self._settings.how_to_pair()}'
+        )
+
+    def _settle(self) -> None:
+        """Finish what stopped half-way, or take it back: not while a forward is under way."""
+        progress = self._progress
+        progress.finish()
+        for layer_idx in list(progress.undo):
+            self.layers[layer_idx].settle()
+        progress.awaiting = None
+
+    @contextmanager
+    def _as_a_whole(self, what: str) -> Iterator[None]:
+        """Settle, and let no later use of the cache pass if this stops half-way."""
+        self._settle()
+        self._progress.pending = partial(_refuse, what)
+        yield
+        self._progress.pending = None
 
     def _check_in_step(self) -> None:
         first, last = self.layers[0].columns_seen, self.layers[-1].columns_seen
         if first != last:
             raise RuntimeError(
                 f"H2OCache: all {len(self.layers)} layers must have seen the same tokens, got layer "
-                f"0 at {first}, layer {len(self.layers) - 1} at {last}; the model has fewer layers "
-                "than the cache, or a forward stopped half-way: reset()"
+                f"0 at {first}, layer {len(self.layers) - 1} at {last}: the model has fewer layers "
+                "than the cache, or a compiled forward stopped half-way: reset()"
             )
 
     def activate_past_recording(self) -> None:
@@ -389,11 +430,13 @@ class H2OCache(Cache):  # type: ignore[misc]
         ValueError
             max_rollback is 0.
         """
+        self._settle()
         for layer in self.layers:
             layer.activate_past_recording()
 
     def deactivate_past_recording(self) -> None:
         """Stop it, and forget what could be undone."""
+        self._settle()
         for layer in self.layers:
             layer.record_past = False
 
@@ -411,16 +454,43 @@ class H2OCache(Cache):  # type: ignore[misc]
         Raises
         ------
         RuntimeError
-            Nothing is recorded, or a forward stopped half-way. Nothing is changed.
+            Nothing is recorded. Nothing is changed.
         ValueError
             More tokens would be removed than max_rollback, or than are recorded since the prompt.
             Nothing is changed.
         """
+        self._settle()
         self._check_in_step()
         for layer in self.layers:
             layer.check_crop(tokens_to_remove)
+        changes = [layer.cropping(tokens_to_remove) for layer in self.layers]
+        self._progress.change(partial(_do_all, changes))
+
+    def reset(self) -> None:
+        """Forget everything, budgets of ratios and `set_budget` included; memory stays allocated."""
+        self._progress.change(self._reset_layers)
+
+    def _reset_layers(self) -> None:
+        self._progress.undo = {}
+        self._progress.awaiting = None
         for layer in self.layers:
-            layer.crop(tokens_to_remove)
+            layer.reset()
+        self._budget_events = []
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes the former row beam_idx[i]. In place."""
+        with self._as_a_whole("reorder_cache"):
+            super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows next to each other."""
+        with self._as_a_whole("batch_repeat_interleave"):
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`: integers, or a bool for each row."""
+        with self._as_a_whole("batch_select_indices"):
+            super().batch_select_indices(indices)
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """-1: a cache of any budget takes any number of tokens."""
@@ -428,21 +498,21 @@ class H2OCache(Cache):  # type: ignore[misc]
 
     def tokens_kept(self) -> list[Tensor]:
         """Occupied slots of each layer, int64, [batch, num_kv_heads]; empty before any forward."""
-        return [
-            (layer.positions >= 0).sum(-1) for layer in self.layers if layer.positions is not None
-        ]
+        positions = (layer.complete("positions") for layer in self.layers)
+        return [(tensor >= 0).sum(-1) for tensor in positions if tensor is not None]
 
     def nbytes(self) -> CacheBytes:
         """Bytes held; they do not grow with the tokens seen (`journal`: beyond its bound)."""
-        kv = bookkeeping = journal = shared = 0
+        kv = bookkeeping = journal = undo = shared = 0
         for layer in self.layers:
             sizes = {name: _nbytes(layer.held(name)) for name in SLOT_STATE}
             recorded = 0 if layer.journal is None else layer.journal.nbytes
             kv += sizes["keys"] + sizes["values"]
             bookkeeping += sizes["scores"] + sizes["positions"]
             journal += recorded
+            undo += 0 if layer.step_room is None else layer.step_room.nbytes
             shared += (sum(sizes.values()) + recorded) * layer.is_shared
-        return CacheBytes(kv=kv, bookkeeping=bookkeeping, journal=journal, shared=shared)
+        return CacheBytes(kv, bookkeeping, journal, shared, undo)
 
     def insert(self, row: int, other: H2OCache, source: int = 0) -> None:
         """Row `row` of a running batch becomes row `source` of `other`; no other row changes.
@@ -495,11 +565,13 @@ class H2OCache(Cache):  # type: ignore[misc]
                     f"H2OCache.insert: {name} must have its memory, got one before any forward; "
                     "early_initialization() allocates it"
                 )
+        self._settle()
+        other._settle()
         row, source = self._row("insert: row", row), other._row("insert: source", source)
         pairs = list(zip(self.layers, other.layers, strict=True))
         for layer, source_layer in pairs:
             layer.check_insertion(source_layer, source)
-        with torch.inference_mode(False), torch.no_grad():
+        with self._as_a_whole("insert"), torch.inference_mode(False), torch.no_grad():
             for layer, source_layer in pairs:
                 layer.insert_row(row, source_layer, source)
 
@@ -516,8 +588,9 @@ class H2OCache(Cache):  # type: ignore[misc]
         IndexError
             There is no such row.
         """
+        self._settle()
         row = self._row("release: row", row)
-        with torch.inference_mode(False), torch.no_grad():
+        with self._as_a_whole("release"), torch.inference_mode(False), torch.no_grad():
             for layer in self.layers:
                 layer.release_row(row)
 
@@ -557,6 +630,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         n = _count("H2OCache.fork: n", n)
         if n < 1:
             raise ValueError(f"H2OCache.fork: n must be >= 1, got {n}")
+        self._settle()
         settings = self._settings
         copy = H2OCache(settings.model, settings.policy, **settings.options())
         for layer, source in zip(copy.layers, self.layers, strict=True):
@@ -607,13 +681,15 @@ class H2OCache(Cache):  # type: ignore[misc]
         if device is not None:
             device = resolve_device(device, name="H2OCache.to: device")
             device = torch.empty(0, device=device).device  # With its index.
+        self._settle()
         self._check_in_step()
         moved = [layer.moved(device, dtype) for layer in self.layers]
-        if dtype is not None:
-            self._settings = replace(self._settings, dtype=dtype)
-        for layer, tensors in zip(self.layers, moved, strict=True):
-            layer.settings = self._settings
-            layer.move(tensors)
+        with self._as_a_whole("to"):
+            if dtype is not None:
+                self._settings = replace(self._settings, dtype=dtype)
+            for layer, tensors in zip(self.layers, moved, strict=True):
+                layer.settings = self._settings
+                layer.move(tensors)
         return self
 
     def save(self, file: str | os.PathLike[str]) -> None:
@@ -630,11 +706,11 @@ class H2OCache(Cache):  # type: ignore[misc]
         Raises
         ------
         SessionError
-            The state is not one that a cache can be in, such as after a forward that stopped
-            half-way.
+            The state is not one that a cache can be in.
         OSError
             The file cannot be written.
         """
+        self._settle()
         states = [layer.state() for layer in self.layers]
         session.save(file, self._settings, states, self.budget_events)
 
@@ -685,6 +761,15 @@ class H2OCache(Cache):  # type: ignore[misc]
         True
         """
         return session.load(file, config, _decoder_config(config), cls, device)
+
+
+def _do_all(changes: Sequence[Callable[[], None]]) -> None:
+    for change in changes:
+        change()
+
+
+def _refuse(what: str) -> None:
+    raise RuntimeError(f"H2OCache: {what} stopped half-way, and rows may be mixed up: reset()")
 
 
 def _decoder_config(config: Any) -> Any:

@@ -6,18 +6,72 @@ values that left (`k_evicted`, `v_evicted` of h2o_attention_decode). A forward o
 stay is undone as a whole, and those tokens go through the operator once more, which gives the same
 bits again; so their queries, keys and values are kept too. While a budget moves (budgets.py) tokens
 leave between steps as well, and memory may change its size: then all of the state is copied.
+
+Everything here is a value: what changes a journal makes a new one, so that a forward that stops
+half-way leaves the layer with the journal that it had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Entry", "Forward", "Journal"]
+__all__ = ["Before", "Entry", "Forward", "Journal", "State", "TakenBack"]
+
+
+class State(NamedTuple):
+    """What a step changes in place: a layer's own tensors."""
+
+    keys: Tensor  # [batch, num_kv_heads, capacity, head_dim], and so are values
+    values: Tensor
+    scores: Tensor  # [batch, num_kv_heads, capacity]
+    positions: Tensor  # int32, [batch, num_kv_heads, capacity]; -1 = empty
+    tokens_seen: Tensor  # int32, [batch]
+
+
+class Before(NamedTuple):
+    """Copies of what a step changes everywhere; the rest is in the slots that it overwrites."""
+
+    scores: Tensor
+    positions: Tensor
+    tokens_seen: Tensor
+
+    @classmethod
+    def of(cls, state: State) -> Before:
+        """Copies of the state as it is."""
+        return cls(state.scores.clone(), state.positions.clone(), state.tokens_seen.clone())
+
+    def restore(
+        self, state: State, evicted: Tensor | None, k_evicted: Tensor, v_evicted: Tensor
+    ) -> None:
+        """Make the state, in place, what it was before the new tokens whose evictions these are.
+
+        What slots hold that were empty is left as it is: nobody reads it. Doing it twice, or once
+        more after a part of it, does no harm.
+
+        Parameters
+        ----------
+        state : State
+        evicted : Tensor, int32, [batch, num_kv_heads, num_new], or None
+            Position of the token in each column of the other two; None where there is one column.
+        k_evicted, v_evicted : Tensor, [batch, num_kv_heads, num_new, head_dim]
+        """
+        overwritten = (state.positions != self.positions) & (self.positions >= 0)
+        index = row, head, _ = overwritten.nonzero(as_tuple=True)
+        column: Tensor | int = 0
+        if evicted is not None:
+            # A position is in one slot only and never comes back, so it left once.
+            left = evicted[row, head] == self.positions[index][:, None]
+            column = left.to(torch.uint8).argmax(1)
+        state.keys[index] = k_evicted[row, head, column]
+        state.values[index] = v_evicted[row, head, column]
+        state.scores.copy_(self.scores)
+        state.positions.copy_(self.positions)
+        state.tokens_seen.copy_(self.tokens_seen)
 
 
 class Forward(NamedTuple):
@@ -27,7 +81,7 @@ class Forward(NamedTuple):
     key: Tensor  # [batch, num_kv_heads, num_new, head_dim], and so are value and v_evicted
     value: Tensor
     position: Tensor  # int32, [batch, num_new]; -1 = padding
-    evicted: Tensor  # int32, [batch, num_kv_heads, num_new or, of a moving budget, more]; -1 = none
+    evicted: Tensor  # int32, [batch, num_kv_heads, num_new]; -1 = none
     k_evicted: Tensor
     v_evicted: Tensor
     scale: float | None
@@ -57,103 +111,88 @@ class Forward(NamedTuple):
         return self.map(lambda tensor: tensor.narrow(min(2, tensor.ndim - 1), 0, columns).clone())
 
 
-@dataclass
+@dataclass(frozen=True)
 class Entry:
     """Forwards that follow each other, and the state of the layer before the first of them."""
 
-    scores: Tensor  # [batch, num_kv_heads, capacity]
-    positions: Tensor  # int32, [batch, num_kv_heads, capacity]
-    tokens_seen: Tensor  # int32, [batch]
+    before: Before
+    forwards: tuple[Forward, ...]
     # Copies of the layer's other tensors by their names, if its budget moved then.
-    others: dict[str, Tensor] = field(default_factory=dict)
-    forwards: list[Forward] = field(default_factory=list)
-    num_columns: int = 0  # new tokens of each row, padding included
+    others: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def append(self, forward: Forward) -> None:
-        """Add the forward that followed."""
-        self.forwards.append(forward)
-        self.num_columns += forward.num_columns
+    @property
+    def num_columns(self) -> int:
+        """New tokens of each row, padding included."""
+        return sum(forward.num_columns for forward in self.forwards)
 
-    def extend(self, later: Entry) -> None:
-        """Add those of the entry that followed."""
-        self.forwards += later.forwards
-        self.num_columns += later.num_columns
+    def followed_by(self, later: Entry) -> Entry:
+        """Join this one and the one that followed."""
+        return replace(self, forwards=self.forwards + later.forwards)
 
-    def keep_first(self, columns: int) -> None:
-        """Drop all but the first `columns` tokens."""
-        forwards, self.forwards, self.num_columns = self.forwards, [], 0
-        for forward in forwards:
-            if columns > self.num_columns:
-                self.append(forward.first(columns - self.num_columns))
+    def first(self, columns: int) -> Entry:
+        """The same with the first `columns` tokens alone."""
+        forwards: list[Forward] = []
+        for forward in self.forwards:
+            if columns > 0:
+                forwards.append(forward.first(columns))
+                columns -= forward.num_columns
+        return replace(self, forwards=tuple(forwards))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Entry:
         """The same with `change` of each tensor."""
-        return Entry(
-            scores=change(self.scores),
-            positions=change(self.positions),
-            tokens_seen=change(self.tokens_seen),
-            others={name: change(tensor) for name, tensor in self.others.items()},
-            forwards=[forward.map(change) for forward in self.forwards],
-            num_columns=self.num_columns,
-        )
+        forwards = tuple(forward.map(change) for forward in self.forwards)
+        others = {name: change(tensor) for name, tensor in self.others.items()}
+        return Entry(Before(*map(change, self.before)), forwards, others)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held."""
-        yield from (self.scores, self.positions, self.tokens_seen, *self.others.values())
+        yield from self.before
+        yield from self.others.values()
         for forward in self.forwards:
             yield from forward[:-1]
 
     def restore(self, layer: Any) -> None:
-        """Make the state of an H2OLayer what it was before these forwards, in place if it has its size.
-
-        What slots hold that were empty is left as it is: nobody reads it.
-        """
-        before = {name: getattr(self, name) for name in ("scores", "positions", "tokens_seen")}
-        before.update(self.others)
+        """Make an H2OLayer what it was before these forwards: in place, if its memory has its size."""
         if not self.others:
-            self._bring_back(layer.keys, layer.values, layer.positions)
-        for name, tensor in before.items():
+            evicted, k_evicted, v_evicted = (
+                torch.cat([getattr(forward, name) for forward in self.forwards], 2)
+                for name in ("evicted", "k_evicted", "v_evicted")
+            )
+            self.before.restore(layer.step_state(), evicted, k_evicted, v_evicted)
+            return
+        for name, tensor in {**self.before._asdict(), **self.others}.items():
             now = getattr(layer, name)
             if now is not None and now.shape == tensor.shape:
                 now.copy_(tensor)
             else:
                 setattr(layer, name, tensor.clone())
 
-    def _bring_back(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        """Put keys and values that left into the slots where they were."""
-        overwritten = (positions != self.positions) & (self.positions >= 0)
-        index = row, head, _ = overwritten.nonzero(as_tuple=True)
-        evicted, k_evicted, v_evicted = (
-            torch.cat([getattr(forward, name) for forward in self.forwards], 2)
-            for name in ("evicted", "k_evicted", "v_evicted")
-        )
-        # A position is in one slot only and never comes back, so it left once.
-        left = evicted[row, head] == self.positions[index][:, None]
-        column = left.to(torch.uint8).argmax(1)
-        keys[index] = k_evicted[row, head, column]
-        values[index] = v_evicted[row, head, column]
+
+class TakenBack(NamedTuple):
+    """How tokens are taken back."""
+
+    undone: Entry  # Forwards to be undone together.
+    again: tuple[Forward, ...]  # Those of them that go through the operator once more.
+    journal: Journal  # Afterwards.
 
 
+@dataclass(frozen=True)
 class Journal:
     """The latest forwards of a layer, of which the last `depth` tokens can be taken back.
 
-    Parameters
-    ----------
-    depth : int, tokens
-
     Attributes
     ----------
-    entries : list of Entry
+    depth : int, tokens
+    entries : tuple of Entry
         From the oldest to the latest. At most three, with at most 2 * depth tokens (depth + 1 where
         one forward has so many).
     unverified : int
         Tokens of the latest forward if they were too many to be recorded, else 0.
     """
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.entries: list[Entry] = []
-        self.unverified = 0
+    depth: int
+    entries: tuple[Entry, ...] = ()
+    unverified: int = 0
 
     @property
     def num_columns(self) -> int:
@@ -169,43 +208,32 @@ class Journal:
         """Whether a forward of so many tokens is recorded: drafts and the token before them."""
         return columns <= self.depth + 1
 
-    def add(self, entry: Entry) -> None:
-        """Record what has just happened, and forget what is no longer needed."""
-        entries = self.entries
+    def with_entry(self, entry: Entry) -> Journal:
+        """The journal after what has just happened, without what is no longer needed."""
+        entries = list(self.entries)
         if len(entries) > 1 and entries[-2].num_columns + entries[-1].num_columns <= self.depth:
             # One copy of scores and positions serves for both: they are rarely undone.
-            entries[-2].extend(entries.pop())
+            entries[-2:] = [entries[-2].followed_by(entries[-1])]
         entries.append(entry)
-        while self.num_columns - entries[0].num_columns >= self.depth:
+        while sum(entry.num_columns for entry in entries[1:]) >= self.depth:
             del entries[0]
-        self.unverified = 0
+        return Journal(self.depth, tuple(entries))
 
-    def clear(self, unverified: int = 0) -> None:
-        """Forget everything; `unverified` tokens have come that were too many."""
-        self.entries.clear()
-        self.unverified = unverified
+    def cleared(self, unverified: int = 0) -> Journal:
+        """The journal after `unverified` tokens that were too many, or after what nobody undoes."""
+        return Journal(self.depth, unverified=unverified)
 
-    def take_back(self, columns: int, layer: Any) -> list[Forward]:
-        """Undo the last `columns` tokens, and perhaps some before them, in the state of an H2OLayer.
-
-        Returns
-        -------
-        forwards : list of Forward
-            Those before them, which must go through the operator again. They are recorded already.
-        """
-        while columns > 0:
-            entry = self.entries.pop()
-            entry.restore(layer)
-            columns -= entry.num_columns
-        if columns == 0:
-            return []
-        entry.keep_first(-columns)
-        self.entries.append(entry)
-        return entry.forwards
+    def take_back(self, columns: int) -> TakenBack:
+        """Say how the last `columns` tokens are taken back: >= 1, of those held."""
+        entries = list(self.entries)
+        undone = entries.pop()
+        while undone.num_columns < columns:
+            undone = entries.pop().followed_by(undone)
+        again = undone.first(undone.num_columns - columns)
+        if again.forwards:
+            entries.append(again)
+        return TakenBack(undone, again.forwards, Journal(self.depth, tuple(entries)))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Journal:
         """The same with `change` of each tensor; the first dimension of all of them is the rows."""
-        journal = Journal(self.depth)
-        journal.entries = [entry.map(change) for entry in self.entries]
-        journal.unverified = self.unverified
-        return journal
+        return replace(self, entries=tuple(entry.map(change) for entry in self.entries))

@@ -8,19 +8,23 @@ h2o_attention_decode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_kv.hf.budgets import MovableBudget
-from h2o_kv.hf.journal import Entry, Forward, Journal
+from h2o_kv.hf.journal import Before, Entry, Forward, Journal, TakenBack
+from h2o_kv.hf.masks import real_tokens
 from h2o_kv.hf.memory import Variable
+from h2o_kv.hf.progress import Copies, Progress, Room, StepRoom, Undo
 from h2o_kv.hf.settings import Settings, model_shape
 
-__all__ = ["LAYER_ATTRIBUTE", "H2OLayer", "Handover"]
+__all__ = ["LAYER_ATTRIBUTE", "H2OLayer"]
 
 # Attribute of the key tensor by which the attention function finds its layer: the one channel that
 # every supported release and model family leaves open, and that is safe between threads.
@@ -30,13 +34,6 @@ LAYER_ATTRIBUTE = "_h2o_layer"
 _MAX_ROLLBACK = 32
 # The one overload, found once.
 _attention_decode = torch.ops.h2o.h2o_attention_decode.default
-
-
-@dataclass
-class Handover:
-    """The layer that returned its keys from `update` and was not found by an attention function."""
-
-    layer_idx: int | None = None
 
 
 class _NewTokens(NamedTuple):
@@ -89,10 +86,11 @@ class H2OLayer(MovableBudget):
     # True would make generate() compile the decode step by itself on CUDA; not offered yet.
     is_compileable = False
 
-    def __init__(self, settings: Settings, handover: Handover, layer_idx: int) -> None:
+    def __init__(self, settings: Settings, progress: Progress, layer_idx: int) -> None:
         super().__init__(settings, layer_idx)
+        self._progress = progress
+        self.step_room: StepRoom | None = None
         self._record_from_the_start()
-        self._handover = handover
         self._known_config = settings.config
         self._gqa_reduce = settings.policy.gqa_reduce
 
@@ -106,9 +104,7 @@ class H2OLayer(MovableBudget):
 
     def window(self) -> int | None:
         """`configured_window` as it was when this sequence started: a config is slow to ask."""
-        if self.columns_seen == 0:
-            self._window = self.configured_window()
-        return self._window
+        return self.configured_window() if self.columns_seen == 0 else self._window
 
     def configured_window(self) -> int | None:
         """Sliding window, in tokens, that the model's config gives to this layer; None = none."""
@@ -126,7 +122,7 @@ class H2OLayer(MovableBudget):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Hand the layer over to the attention function, on the key tensor. Stores nothing."""
-        self._handover.layer_idx = self.layer_idx
+        self._progress.awaiting = self.layer_idx
         # A tensor object of our own carries the layer.
         key_states = key_states.view_as(key_states)
         setattr(key_states, LAYER_ATTRIBUTE, self)
@@ -140,7 +136,7 @@ class H2OLayer(MovableBudget):
         ValueError
             The module belongs to another model than the cache.
         """
-        self._handover.layer_idx = None
+        self._progress.awaiting = None
         if config is None or config is self._known_config:
             return
         ours, theirs = model_shape(self.settings.config), model_shape(config)
@@ -188,33 +184,46 @@ class H2OLayer(MovableBudget):
         batch, _, num_new, _ = key.shape
         real = None
         if attention_mask is not None:
-            real = self._real_tokens(attention_mask, batch, num_new)
-        self.own()
-        if self.columns_seen == 0:
-            self._start(key, value, real)
-        elif batch != self.batch_size:
+            earlier = self.columns_seen if self.settings.whole_masks else None
+            real = real_tokens(attention_mask, batch, num_new, earlier)
+        if self.columns_seen > 0 and batch != self.batch_size:
             raise ValueError(
                 f"H2OCache: layer {self.layer_idx} holds batch={self.batch_size}, got {batch} rows; "
                 "use a new cache or reset() for another batch"
             )
+        self.own()
+        # A compiled step is one graph: nothing in it can be undone.
+        undo = None
+        if not torch.compiler.is_compiling():
+            undo = self._progress.begin(self.layer_idx, self.__dict__)
+        if self.columns_seen == 0:
+            undo = None  # Empty again, if need be.
+            self._start(key, value, real)
         assert self.keys is not None
-        assert self.tokens_seen is not None
 
         self._alibi_slopes = alibi_slopes
         dtype = self.keys.dtype
         vectors = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
         new = _NewTokens(*vectors, *self._number(real, num_new), scale)
-        output = self._join(new) if self.journal is None else self._recorded_step(self.journal, new)
+        if self.journal is None:
+            output = self._join(new, undo)
+        else:
+            output = self._recorded_step(self.journal, new, undo)
         self.columns_seen += num_new
         if num_new > 1 and not torch.compiler.is_compiling():
             self.columns_seen = Variable(self.columns_seen)
-        return _cast(output, query.dtype).transpose(1, 2).contiguous()
+        output = _cast(output, query.dtype).transpose(1, 2).contiguous()
+        self._progress.end(self.layer_idx)
+        return output
 
-    def _step(self, new: _NewTokens, chunk: int, **room: Tensor) -> Tensor:
-        """Call h2o_attention_decode on the state of this layer; `room`: k_evicted and v_evicted."""
+    def _step(self, new: _NewTokens, chunk: int, room: Room | StepRoom | None = None) -> Tensor:
+        """Call h2o_attention_decode on the state of this layer; `room` takes what leaves."""
         assert self.tokens_seen is not None
-        output: Tensor
-        output, self.last_evicted = _attention_decode(
+        into = {}
+        if room is not None:
+            into = {"k_evicted": room.k_evicted, "v_evicted": room.v_evicted}
+        step = partial(
+            _attention_decode,
             new.query,
             self.keys,
             self.values,
@@ -229,9 +238,16 @@ class H2OLayer(MovableBudget):
             chunk=chunk,
             alibi_slopes=self._alibi_slopes,
             row_budget=self.row_budget,
-            **room,
+            **into,
             **self._angles(new.key.shape[2], chunk),
         )
+        output: Tensor
+        if isinstance(room, Room) and not torch.compiler.is_compiling():
+            # No bytecode, and so no interrupt, between what the operator does and its result here.
+            room.results.extend(starmap(step, [()]))
+            output, self.last_evicted = room.results[-1]
+        else:
+            output, self.last_evicted = step()
         self.tokens_seen.add_(new.added)
         return output
 
@@ -247,10 +263,28 @@ class H2OLayer(MovableBudget):
         )
         return rolling.by_rank(most, self.keys)
 
-    def _join(self, new: _NewTokens) -> Tensor:
+    def _room(self, new: _NewTokens) -> Room | Copies | StepRoom:
+        """What will undo the step that these tokens are about to take."""
+        num_new, state = new.key.shape[2], self.step_state()
+        if self.row_target is not None or num_new >= state.keys.shape[2]:
+            return Copies.of(state)
+        if num_new > 1:
+            return Room.of(state, new.key)
+        room = self.step_room
+        if room is None or not room.fits(self):
+            room = self.step_room = StepRoom(state)
+        room.take()
+        return room
+
+    def _join(self, new: _NewTokens, undo: Undo | None) -> Tensor:
         """Let new tokens join as the cache's prefill says."""
+        room = None
+        if undo is not None and undo.saved is None:
+            room = undo.saved = self._room(new)
+        if isinstance(room, Copies):
+            room = None
         num_new = new.key.shape[2]
-        output = self._step(new, self._chunk(num_new))
+        output = self._step(new, self._chunk(num_new), room)
         if self.row_target is not None:
             self._advance(new.added, self.columns_seen + num_new)
         return output
@@ -278,38 +312,9 @@ class H2OLayer(MovableBudget):
             return min(self.settings.prefill_chunk, num_new)
         return max(num_new, 1)
 
-    def _real_tokens(self, attention_mask: Tensor, batch: int, num_new: int) -> Tensor:
-        """Which new tokens are real, bool [batch, num_new]."""
-        mask = attention_mask
-        # Columns of earlier tokens, if the model has them in its mask, say nothing new.
-        whole = self.settings.whole_masks and mask.shape[-1] == self.columns_seen + num_new
-        if (
-            mask.ndim != 4
-            or mask.shape[1] != 1
-            or mask.shape[2] not in (1, num_new)
-            or not (whole or (mask.dtype == torch.bool and mask.shape[3] == num_new))
-        ):
-            raise ValueError(
-                "H2OCache: attention_mask must be 2-D (1 = real token, 0 = padding); which tokens "
-                "are attended is the cache's own business, got a mask of shape "
-                f"{list(mask.shape)} and dtype {mask.dtype} for {num_new} new tokens"
-            )
-        if mask.dtype != torch.bool:
-            mask = mask == 0  # What is added to the logits.
-        mask = mask[:, 0, :, -num_new:]
-        real = mask[:, -1]
-        if mask.shape[1] > 1:
-            causal = torch.ones(num_new, num_new, dtype=torch.bool, device=mask.device).tril()
-            if not torch.equal(mask, real[:, None] & causal):
-                raise ValueError(
-                    "H2OCache: attention_mask must hide later tokens and padding, nothing else, "
-                    f"got another pattern of shape {list(attention_mask.shape)}"
-                )
-        return real.expand(batch, num_new)
-
     # ---- Steps that can be taken back.
 
-    def _recorded_step(self, journal: Journal, new: _NewTokens) -> Tensor:
+    def _recorded_step(self, journal: Journal, new: _NewTokens, undo: Undo | None) -> Tensor:
         """Do the step of `attend`, so that `crop` can undo it.
 
         Tokens of the prompt join as the cache's prefill says, and so do those of a forward that is
@@ -318,59 +323,58 @@ class H2OLayer(MovableBudget):
         num_new = new.key.shape[2]
         in_prompt = self._prompt_columns(new.position)
         if not journal.takes(num_new - in_prompt):
-            journal.clear(unverified=num_new)
-            return self._join(new)
+            self.journal = journal.cleared(unverified=num_new)
+            return self._join(new, undo)
         if in_prompt == 0:
-            return self._verify(journal, new)
-        journal.clear()
+            return self._verify(journal, new, undo)
+        self.journal = journal.cleared()
         if in_prompt == num_new:
-            return self._join(new)
+            return self._join(new, undo)
+        if undo is not None:
+            undo.saved = Copies.of(self.step_state())  # Two steps.
         # The prompt, then its first drafts. Those in memory of their own: a view would keep all.
         vectors, position = new[:3], new.position
         q, k, v = (tensor[:, :, :in_prompt] for tensor in vectors)
         first = position[:, :in_prompt]
-        output = self._join(_NewTokens(q, k, v, first, _count_real(first), new.scale))
+        output = self._join(_NewTokens(q, k, v, first, _count_real(first), new.scale), undo)
         evicted = self.last_evicted
         assert evicted is not None
         q, k, v = (tensor[:, :, in_prompt:].clone() for tensor in vectors)
         rest = position[:, in_prompt:]
-        drafts = self._verify(
-            journal, _NewTokens(q, k, v, rest, _count_real(rest), new.scale), ahead=in_prompt
-        )
+        drafts = _NewTokens(q, k, v, rest, _count_real(rest), new.scale)
+        verified = self._verify(self.journal, drafts, undo, ahead=in_prompt)
         assert self.last_evicted is not None
         self.last_evicted = torch.cat([evicted, self.last_evicted], 2)
-        return torch.cat([output, drafts], 2)
+        return torch.cat([output, verified], 2)
 
-    def _verify(self, journal: Journal, new: _NewTokens, ahead: int = 0) -> Tensor:
+    def _verify(
+        self, journal: Journal, new: _NewTokens, undo: Undo | None, ahead: int = 0
+    ) -> Tensor:
         """Let new tokens join one by one, and record it; `ahead` columns came before in this forward."""
-        assert self.tokens_seen is not None
-        assert self.scores is not None
-        assert self.positions is not None
-        entry = Entry(
-            self.scores.clone(),
-            self.positions.clone(),
-            self.tokens_seen.clone(),
-            self._copies_of_move(),
-        )
-        outputs, left = [], []
+        moves, state = self.row_target is not None, self.step_state()
+        before, others = Before.of(state), self._copies_of_move()
+        if moves and undo is not None and undo.saved is None:
+            undo.saved = Copies.of(state)
+        outputs, forwards = [], []
         # While a budget moves, each is a step for itself, as it would be without drafts.
-        for piece in [new] if self.row_target is None else _singly(new):
+        for piece in _singly(new) if moves else [new]:
             position = piece.position.clone()  # That of a single token lies in tokens_seen.
-            room = {
-                name: piece.key.new_empty(piece.key.shape) for name in ("k_evicted", "v_evicted")
-            }
-            outputs.append(self._step(piece._replace(position=position), 1, **room))
+            k_evicted, v_evicted = piece.key.new_empty((2, *piece.key.shape))
+            room = Room(before, k_evicted, v_evicted)
+            if undo is not None and undo.saved is None:
+                undo.saved = room
+            outputs.append(self._step(piece._replace(position=position), 1, room))
             ahead += position.shape[1]
             if self.row_target is not None:
                 self._advance(piece.added, self.columns_seen + ahead)
             evicted = self.last_evicted
             assert evicted is not None
-            entry.append(Forward(*piece[:3], position, evicted, **room, scale=piece.scale))
-            left.append(evicted)
-        journal.add(entry)
+            left = evicted, room.k_evicted, room.v_evicted
+            forwards.append(Forward(*piece[:3], position, *left, scale=piece.scale))
+        self.journal = journal.with_entry(Entry(before, tuple(forwards), others))
         if len(outputs) == 1:
             return outputs[0]
-        self.last_evicted = torch.cat(left, 2)
+        self.last_evicted = torch.cat([forward.evicted for forward in forwards], 2)
         return torch.cat(outputs, 2)
 
     def _prompt_columns(self, position_new: Tensor) -> int:
@@ -419,6 +423,7 @@ class H2OLayer(MovableBudget):
         if record:
             self.activate_past_recording()
         else:
+            self.settle()
             self.journal = None
 
     def activate_past_recording(self) -> None:
@@ -429,6 +434,7 @@ class H2OLayer(MovableBudget):
         ValueError
             max_rollback is 0.
         """
+        self.settle()
         if self.journal is not None:
             return
         depth = self.settings.max_rollback
@@ -445,32 +451,79 @@ class H2OLayer(MovableBudget):
         if self.settings.max_rollback:
             self.activate_past_recording()
 
+    def settle(self) -> None:
+        """Become what this layer was before a forward that stopped half-way, if there is one.
+
+        Not while a forward is under way.
+        """
+        undo = self._progress.undo.get(self.layer_idx)
+        if undo is None:
+            return
+        self.__dict__.update(undo.attributes)
+        if self.keys is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                if self.columns_seen == 0:
+                    self._empty(slice(None))
+                elif undo.saved is not None:
+                    undo.saved.restore(self.step_state())
+        del self._progress.undo[self.layer_idx]
+
+    def last_complete(self) -> H2OLayer:
+        """Return the layer with the attributes that the last complete forward left."""
+        undo = self._progress.undo.get(self.layer_idx)
+        if undo is None:
+            return self
+        layer = copy.copy(self)
+        layer.__dict__.update(undo.attributes)
+        return layer
+
+    def complete(self, name: str) -> Tensor | None:
+        """`scores`, `positions` or `tokens_seen` as the last complete forward left it, to be read."""
+        undo = self._progress.undo.get(self.layer_idx)
+        saved = None if undo is None else undo.saved
+        tensor: Tensor | None = getattr(self if saved is None else saved.before, name)
+        if undo is None or saved is not None or undo.attributes["columns_seen"] > 0:
+            return tensor
+        attributes = undo.attributes
+        empty: Tensor | None = attributes.get(f"_{name}", attributes.get(name))
+        return None if empty is None else torch.full_like(empty, -1 if name == "positions" else 0)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens of every row of this layer, in place; see `H2OCache.crop`."""
+        self.settle()
         self.check_crop(tokens_to_remove)
-        remove = self._removed_by(tokens_to_remove)
+        self._progress.change(self.cropping(tokens_to_remove))
+
+    def cropping(self, tokens_to_remove: int) -> Callable[[], None]:
+        """What is to be done so that these tokens are taken back; doing it twice does no harm."""
+        remove, journal = self._removed_by(tokens_to_remove), self.journal
         if remove <= 0:
-            return
-        self.own()
-        journal = self.journal
+            return _nothing
         assert journal is not None
+        self.own()
+        columns_seen = self.columns_seen - remove
+        held_later = self.held_at is not None and self.held_at > columns_seen
+        return partial(self._take_back, journal.take_back(remove), columns_seen, held_later)
+
+    def _take_back(self, tokens: TakenBack, columns_seen: int, held_later: bool) -> None:
+        """Undo forwards and do some of them again; `held_later`: a budget came to hold in them."""
         with torch.inference_mode(False), torch.no_grad():
-            again = journal.take_back(remove, self)
-            self.columns_seen -= remove
-            undone = self.held_at is not None and self.held_at > self.columns_seen
-            self.columns_seen -= sum(forward.num_columns for forward in again)
+            tokens.undone.restore(self)
             self._aim(self.row_target)
-            for forward in again:
+            self.columns_seen = columns_seen - sum(one.num_columns for one in tokens.again)
+            for forward in tokens.again:
                 added = _count_real(forward.position)
                 self._step(_NewTokens(*forward[:4], added, forward.scale), 1)
                 self.columns_seen += forward.num_columns
                 if self.row_target is not None:
                     self._advance(added, self.columns_seen)
-            self._settle(self.columns_seen)
-            if undone:
-                self.held_at = None if self.row_target is not None else self.columns_seen
-        entries = journal.entries
+            self._note_arrival(columns_seen)
+        if held_later:
+            self.held_at = None if self.row_target is not None else columns_seen
+        entries = tokens.journal.entries
         self.last_evicted = entries[-1].forwards[-1].evicted if entries else None
+        self.columns_seen = columns_seen
+        self.journal = tokens.journal
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Refuse what `crop` could not do; changes nothing.
@@ -521,6 +574,7 @@ class H2OLayer(MovableBudget):
         ValueError
             A ratio needs the prompt: give H2OCache a prompt_length.
         """
+        self.settle()
         if not self.supports_early_init:
             raise ValueError(
                 "H2OCache: prompt_length must be given to allocate before the prompt with a policy "
@@ -529,6 +583,7 @@ class H2OLayer(MovableBudget):
         self._allocate(key_states, key_states if value_states is None else value_states, None)
 
     def _start(self, key: Tensor, value: Tensor, real: Tensor | None) -> None:
+        self._window = self.configured_window()
         lengths = None
         if self.settings.policy.has_ratio and self.settings.prompt_length is None:
             batch, _, num_new, _ = key.shape
@@ -538,8 +593,14 @@ class H2OLayer(MovableBudget):
     # ---- What transformers asks of a layer.
 
     def get_seq_length(self, *args: Any) -> int:
-        """Columns seen, not slots in use: position ids and input slicing come from it."""
-        return self.columns_seen
+        """Columns seen, not slots in use: position ids and input slicing come from it.
+
+        Those of complete forwards: one that is under way, or stopped half-way, does not count yet.
+        """
+        self._progress.finish()
+        undo = self._progress.undo.get(self.layer_idx)
+        columns_seen: int = self.columns_seen if undo is None else undo.attributes["columns_seen"]
+        return columns_seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """(length, offset) of the keys that a mask must cover: the new ones alone.
@@ -550,14 +611,15 @@ class H2OLayer(MovableBudget):
             query_length = query_length.shape[0]
         self.settings.check_pairing()
         self._check_positions(query_length)
-        return query_length, self.columns_seen
+        return query_length, self.get_seq_length()
 
     def _check_positions(self, num_new: int) -> None:
         limit = self.settings.max_positions
-        if limit is None or self.columns_seen + num_new <= limit:
+        if limit is None or self.get_seq_length() + num_new <= limit:
             return
         # Columns of padding take no position; only here, past the limit, is it worth to look.
-        seen = 0 if self.tokens_seen is None else int(self.tokens_seen.max())
+        tokens_seen = self.complete("tokens_seen")
+        seen = 0 if tokens_seen is None else int(tokens_seen.max())
         if seen + num_new > limit:
             raise ValueError(
                 f"H2OCache: positions of this model must be < {limit} (max_position_embeddings), "
@@ -574,6 +636,7 @@ class H2OLayer(MovableBudget):
 
     def reset(self) -> None:
         """Forget everything, budgets of ratios included; memory that is not shared stays allocated."""
+        self._progress.undo.pop(self.layer_idx, None)
         if self._hold is not None and not self._hold.owns:
             self._let_go()  # What others hold is left to them.
             self.keys = self.values = self.scores = self.positions = self.tokens_seen = None
@@ -586,7 +649,6 @@ class H2OLayer(MovableBudget):
         self.held_at = None
         self.last_evicted = None
         self._record_from_the_start()
-        self._handover.layer_idx = None
         if self.is_initialized:
             self._empty(slice(None))
 
@@ -598,6 +660,10 @@ def _singly(new: _NewTokens) -> Iterator[_NewTokens]:
         q, k, v = (tensor[:, :, column] for tensor in new[:3])
         position = new.position[:, column]
         yield _NewTokens(q, k, v, position, _count_real(position), new.scale)
+
+
+def _nothing() -> None:
+    """Change nothing."""
 
 
 def _count_real(positions: Tensor) -> Tensor:

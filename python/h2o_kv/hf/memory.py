@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.sym_node import DynamicInt
 
 from h2o_kv._C import Budget
+from h2o_kv.hf.journal import State
 from h2o_kv.hf.settings import Settings
 from h2o_kv.hf.sharing import SLOT_STATE, SharableMemory
 
@@ -304,7 +305,7 @@ class LayerMemory(SharableMemory):
     def _forget_row(self, row: int) -> None:
         self.own()
         if self.journal is not None:
-            self.journal.clear()
+            self.journal = self.journal.cleared()
         self._empty(row)
         self.last_evicted = None
 
@@ -379,6 +380,15 @@ class LayerMemory(SharableMemory):
             self.batch_size = other.batch_size
             self._aim(self.row_target)
 
+    def step_state(self) -> State:
+        """The tensors that a step changes."""
+        assert self.keys is not None
+        assert self.values is not None
+        assert self.scores is not None
+        assert self.positions is not None
+        assert self.tokens_seen is not None
+        return State(self.keys, self.values, self.scores, self.positions, self.tokens_seen)
+
     def state(self) -> LayerState:
         """What `restore` needs; its tensors are the layer's own."""
         named = {name: getattr(self, name) for name in STATE_TENSORS}
@@ -409,7 +419,7 @@ class LayerMemory(SharableMemory):
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
         if self.journal is not None:
-            self.journal.clear()
+            self.journal = self.journal.cleared()
         with torch.inference_mode(False):
             self._note_tensors()
 

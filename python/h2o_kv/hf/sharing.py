@@ -151,8 +151,7 @@ class SharableMemory(CacheLayerMixin):  # type: ignore[misc]
                 setattr(other, name, None)
             other._hold = hold
         self._hold = other._hold.another()
-        # Nobody writes into tensors of a journal; the lists of them are each layer's own.
-        self.journal = None if other.journal is None else other.journal.map(lambda same: same)
+        self.journal = other.journal  # A value: nobody writes into its tensors.
 
     def own(self) -> None:
         """Have the memory of slots to itself: a copy of its rows, unless nobody else holds them."""
@@ -165,10 +164,10 @@ class SharableMemory(CacheLayerMixin):  # type: ignore[misc]
                 for name, tensor in tensors.items():
                     tensors[name] = None if tensor is None else hold.copied(tensor)
                 journal = None if journal is None else journal.map(hold.copied)
-        self._let_go()
-        for name, tensor in tensors.items():
-            setattr(self, name, tensor)
-        self.journal = journal
+        # At once: an interrupt finds the layer shared, or with memory of its own.
+        own = {f"_{name}": tensor for name, tensor in tensors.items()}
+        self.__dict__.update(own, _hold=None, journal=journal)
+        hold.end()
 
     def _let_go(self) -> None:
         """End the share, if there is one."""

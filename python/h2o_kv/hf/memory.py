@@ -366,6 +366,8 @@ class LayerMemory(SharableMemory):
         self.held_at = other.held_at
         self._window = other._window
         self._in_prompt = other._in_prompt
+        # Nobody writes into tensors of a journal; the lists of them are each layer's own.
+        self.journal = None if other.journal is None else other.journal.map(lambda same: same)
         if not other.is_initialized:
             return
         self._share_slots(other)

@@ -7,6 +7,7 @@ interrupt, before or after the forward; and it must go on like that one.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys

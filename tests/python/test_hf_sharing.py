@@ -286,6 +286,9 @@ def test_forks_before_the_first_forward_share_nothing_or_empty_memory() -> None:
     cache = H2OCache(model.config, POLICY)
     fork = cache.fork(3)
     assert fork.nbytes().total == 0
+    cache.activate_past_recording()
+    assert all(layer.is_croppable for layer in cache.fork(1).layers)
+    cache.deactivate_past_recording()
     cache.early_initialization(2, 2, 8, torch.float32, torch.device("cpu"))
     early = cache.fork(1)
     assert early.nbytes().shared == early.nbytes().total > 0

@@ -267,5 +267,7 @@ class MovableBudget(LayerMemory):
 
     def _copies_of_move(self) -> dict[str, Tensor]:
         """What undoing a step needs beside scores and positions: nothing, unless a budget moves."""
-        names = ("keys", "values", "row_budget", "row_target") if self._pace else ()
+        if self.row_target is None:
+            return {}
+        names = ("keys", "values", "row_budget", "row_target")
         return {name: getattr(self, name).clone() for name in names}

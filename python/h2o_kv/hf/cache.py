@@ -281,8 +281,8 @@ class H2OCache(Cache):  # type: ignore[misc]
         RuntimeError
             A forward stopped half-way.
         MemoryError
-            There is not so much memory. Nothing has changed but, perhaps, the capacity of some
-            layers, of which nothing is to be seen in what follows.
+            There is not so much memory for a larger budget. Nothing has changed but, perhaps, the
+            capacity of some layers, of which nothing is to be seen in what follows.
 
         Notes
         -----
@@ -293,6 +293,7 @@ class H2OCache(Cache):  # type: ignore[misc]
 
         Examples
         --------
+        >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from h2o_kv import EvictionPolicy, H2OCache
         >>> from h2o_kv.hf import cache_kwarg

@@ -369,6 +369,7 @@ class LayerMemory(SharableMemory):
         self._window = other._window
         self._in_prompt = other._in_prompt
         self._alibi_slopes = other._alibi_slopes
+        self.journal = other.journal  # A value: nobody writes into its tensors.
         if not other.is_initialized:
             return
         self._share_slots(other)

@@ -143,7 +143,7 @@ class SharableMemory(CacheLayerMixin):  # type: ignore[misc]
         return self._hold is not None and self._hold.is_shared
 
     def _share_slots(self, other: SharableMemory) -> None:
-        """Hold what `other` has in its slots, and what its journal has."""
+        """Hold what `other` has in its slots."""
         if other._hold is None:
             tensors = {name: getattr(other, name) for name in _SHARED}
             hold = Hold({name: tensor for name, tensor in tensors.items() if tensor is not None})
@@ -151,7 +151,6 @@ class SharableMemory(CacheLayerMixin):  # type: ignore[misc]
                 setattr(other, name, None)
             other._hold = hold
         self._hold = other._hold.another()
-        self.journal = other.journal  # A value: nobody writes into its tensors.
 
     def own(self) -> None:
         """Have the memory of slots to itself: a copy of its rows, unless nobody else holds them."""

@@ -496,11 +496,12 @@ class H2OLayer(MovableBudget):
 
     def cropping(self, tokens_to_remove: int) -> Callable[[], None]:
         """What is to be done so that these tokens are taken back; doing it twice does no harm."""
-        remove, journal = self._removed_by(tokens_to_remove), self.journal
+        remove = self._removed_by(tokens_to_remove)
         if remove <= 0:
             return _nothing
+        self.own()  # Its journal, too.
+        journal = self.journal
         assert journal is not None
-        self.own()
         columns_seen = self.columns_seen - remove
         held_later = self.held_at is not None and self.held_at > columns_seen
         return partial(self._take_back, journal.take_back(remove), columns_seen, held_later)

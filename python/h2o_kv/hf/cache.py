@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
@@ -91,6 +92,9 @@ class H2OCache(Cache):  # type: ignore[misc]
         since it does not ask; 0 never does. By default recording starts when transformers asks
         for it, with 32. While it lasts, forwards of up to max_rollback + 1 tokens past the prompt
         are steps, one token after the other, and the first forward needs prompt_length.
+    compileable : bool
+        Whether `generate` may compile the decode step: on a GPU it then does so by itself, elsewhere
+        where its compile_config says so. Also an attribute; a saved session does not hold it.
 
     Raises
     ------
@@ -134,6 +138,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         prompt_length: int | Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
         max_rollback: int | None = None,
+        compileable: bool = False,
     ) -> None:
         decoder = _decoder_config(config)
         if not isinstance(policy, EvictionPolicy):
@@ -167,12 +172,30 @@ class H2OCache(Cache):  # type: ignore[misc]
         super().__init__(
             layers=[H2OLayer(self._settings, self._progress, i) for i in range(num_layers)]
         )
+        self.compileable = compileable
 
     def __repr__(self) -> str:
         return (
             f"H2OCache({len(self.layers)} layers, {self.policy!r}, prefill={self.prefill!r}, "
             f"seen={self.get_seq_length()})"
         )
+
+    @property
+    def compileable(self) -> bool:
+        """Whether `generate` may compile the decode step; transformers asks `is_compileable`."""
+        return self._progress.compileable
+
+    @compileable.setter
+    def compileable(self, compileable: bool) -> None:
+        if not isinstance(compileable, bool):
+            raise TypeError(f"H2OCache: compileable must be a bool, got {compileable!r}")
+        if compileable and self._settings.whole_masks:
+            raise ValueError(
+                "H2OCache: compileable must be False for OPT with transformers "
+                f"{transformers.__version__}, which makes a mask over all tokens of a cache that is "
+                "compiled; later ones do not, got True"
+            )
+        self._progress.compileable = compileable
 
     @property
     def policy(self) -> EvictionPolicy:
@@ -483,7 +506,8 @@ class H2OCache(Cache):  # type: ignore[misc]
             raise ValueError(f"H2OCache.fork: n must be >= 1, got {n}")
         self._settle()
         settings = self._settings
-        copy = H2OCache(settings.config, settings.policy, **settings.options())
+        options = settings.options()
+        copy = H2OCache(settings.config, settings.policy, compileable=self.compileable, **options)
         for layer, source in zip(copy.layers, self.layers, strict=True):
             layer.copy_from(source)
             if n > 1:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -111,6 +112,9 @@ class H2OCache(Cache):  # type: ignore[misc]
         position is its rank among the tokens that its KV head keeps, so that none is ever past
         budget + new tokens: for streams longer than the model's context. Then `k_cache` holds keys
         without rotation. For models with rotary embeddings, see `h2o_kv.hf.ROLLING_MODELS`.
+    compileable : bool
+        Whether `generate` may compile the decode step: on a GPU it then does so by itself, elsewhere
+        where its compile_config says so. Also an attribute; a saved session does not hold it.
 
     Raises
     ------
@@ -155,6 +159,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         dtype: torch.dtype | None = None,
         max_rollback: int | None = None,
         positions: str = "original",
+        compileable: bool = False,
     ) -> None:
         decoder = _decoder_config(config)
         if not isinstance(policy, EvictionPolicy):
@@ -199,12 +204,30 @@ class H2OCache(Cache):  # type: ignore[misc]
         super().__init__(
             layers=[H2OLayer(self._settings, self._progress, i) for i in range(num_layers)]
         )
+        self.compileable = compileable
 
     def __repr__(self) -> str:
         return (
             f"H2OCache({len(self.layers)} layers, {self.policy!r}, prefill={self.prefill!r}, "
             f"seen={self.get_seq_length()})"
         )
+
+    @property
+    def compileable(self) -> bool:
+        """Whether `generate` may compile the decode step; transformers asks `is_compileable`."""
+        return self._progress.compileable
+
+    @compileable.setter
+    def compileable(self, compileable: bool) -> None:
+        if not isinstance(compileable, bool):
+            raise TypeError(f"H2OCache: compileable must be a bool, got {compileable!r}")
+        if compileable and self._settings.whole_masks:
+            raise ValueError(
+                "H2OCache: compileable must be False for OPT with transformers "
+                f"{transformers.__version__}, which makes a mask over all tokens of a cache that is "
+                "compiled; later ones do not, got True"
+            )
+        self._progress.compileable = compileable
 
     @property
     def policy(self) -> EvictionPolicy:
@@ -278,8 +301,6 @@ class H2OCache(Cache):  # type: ignore[misc]
             An argument is of another type.
         ValueError
             An argument is out of its range, or nothing was seen yet: then the policy says the budget.
-        RuntimeError
-            A forward stopped half-way.
         MemoryError
             There is not so much memory for a larger budget. Nothing has changed but, perhaps, the
             capacity of some layers, of which nothing is to be seen in what follows.
@@ -633,7 +654,8 @@ class H2OCache(Cache):  # type: ignore[misc]
             raise ValueError(f"H2OCache.fork: n must be >= 1, got {n}")
         self._settle()
         settings = self._settings
-        copy = H2OCache(settings.model, settings.policy, **settings.options())
+        options = settings.options()
+        copy = H2OCache(settings.model, settings.policy, compileable=self.compileable, **options)
         for layer, source in zip(copy.layers, self.layers, strict=True):
             layer.share(source)
             if n > 1:
@@ -667,7 +689,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         TypeError, ValueError
             There is no such device or dtype, or neither is given.
         RuntimeError
-            A forward stopped half-way, or there is not so much memory. Nothing has changed.
+            There is not so much memory. Nothing has changed.
 
         Notes
         -----

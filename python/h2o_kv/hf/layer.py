@@ -83,8 +83,6 @@ class H2OLayer(MovableBudget):
     """
 
     is_sliding = False
-    # True would make generate() compile the decode step by itself on CUDA; not offered yet.
-    is_compileable = False
 
     def __init__(self, settings: Settings, progress: Progress, layer_idx: int) -> None:
         super().__init__(settings, layer_idx)
@@ -101,6 +99,11 @@ class H2OLayer(MovableBudget):
     def supports_early_init(self) -> bool:
         """Whether the capacity is known before the prompt."""
         return not self.settings.policy.has_ratio or self.settings.prompt_length is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether generate() may compile the decode step: not while each is recorded anew."""
+        return self._progress.compileable and self.journal is None
 
     def window(self) -> int | None:
         """`configured_window` as it was when this sequence started: a config is slow to ask."""
@@ -585,6 +588,13 @@ class H2OLayer(MovableBudget):
 
     def _start(self, key: Tensor, value: Tensor, real: Tensor | None) -> None:
         self._window = self.configured_window()
+        if torch.compiler.is_compiling():
+            if self.budget is None or self.batch_size != key.shape[0]:
+                raise RuntimeError(
+                    "H2OCache: a first forward that is compiled must find its memory, got a cache "
+                    "without: call early_initialization() before, or leave prefill_chunk_size out"
+                )
+            return
         lengths = None
         if self.settings.policy.has_ratio and self.settings.prompt_length is None:
             batch, _, num_new, _ = key.shape

@@ -137,6 +137,8 @@ class Progress:
         Of the layers that a forward under way, or one that stopped, has come to.
     pending : callable or None
         A change of the whole cache that has begun. Calling it finishes the change, or says why not.
+    compileable : bool
+        Whether generate() may compile the decode step.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -144,6 +146,7 @@ class Progress:
         self.awaiting: int | None = None
         self.undo: dict[int, Undo] = {}
         self.pending: Callable[[], None] | None = None
+        self.compileable = False
         self._stopped: tuple[int, int | None] | None = None
 
     def begin(self, layer_idx: int, attributes: dict[str, Any]) -> Undo:

@@ -41,6 +41,8 @@ VOCABULARY = 96
 PAD = 0
 # Never produced: tests ask for min_new_tokens. transformers 4 needs one to be set.
 EOS = 1
+# For `generate`: no token ends a text, and none is excluded.
+NO_END: dict[str, Any] = {"eos_token_id": VOCABULARY, "min_new_tokens": None}
 
 _COMMON: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
@@ -107,6 +109,20 @@ def set_attention(model: Any, attention: str) -> None:
         disable_alibi(model)
 
 
+def assistant(family: str, drafts: int, **options: Any) -> Any:
+    """The same model with a full cache, its weights a little off: right often, not always."""
+    model = tiny_model(family, attention="sdpa", **options)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.02 * noise)
+    model.generation_config.num_assistant_tokens = drafts
+    model.generation_config.num_assistant_tokens_schedule = "constant"
+    model.generation_config.assistant_confidence_threshold = 0.0
+    return model
+
+
 def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
     """Random ids [batch, length], none of them special."""
     generator = torch.Generator().manual_seed(seed)
@@ -130,10 +146,8 @@ def generate(
     """The `new` tokens [batch, new] that follow `ids` under `cache`; greedy by default."""
     mask = torch.ones_like(ids) if mask is None else mask
     length = ids.shape[1]
-    options = {"do_sample": False, **options, cache_kwarg(model): cache}
-    output = model.generate(
-        ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, **options
-    )
+    options = {"do_sample": False, "min_new_tokens": new, **options, cache_kwarg(model): cache}
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=new, **options)
     return output[:, length:]
 
 

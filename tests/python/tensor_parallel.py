@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from h2o_kv import EvictionPolicy, H2OCache
-from hf_models import forward, generate, left_padded, tiny_model, tokens
+from hf_models import NO_END, forward, generate, left_padded, tiny_model, tokens
 
 RANKS, NEW = 2, 10
-# Of a prompt of 30 tokens, and of one of 21 in the same batch.
+# Two rows of one batch.
+PROMPTS = [tokens(1, 30)[0], tokens(1, 21, seed=1)[0]]
 POLICIES = {
-    "full": EvictionPolicy(num_heavy=30, num_recent=20),
+    "full": EvictionPolicy(num_heavy=60, num_recent=40),
     "fifth": EvictionPolicy(heavy_ratio=0.1, recent_ratio=0.1),
     "eight": EvictionPolicy(num_heavy=4, num_recent=3, num_sink=1),
 }
@@ -43,16 +43,11 @@ def model_of(name: str) -> Any:
     return tiny_model(family, dtype=torch.float64, **overrides)
 
 
-def inputs() -> tuple[Tensor, Tensor]:
-    """Ids and mask, [2, 30]."""
-    return left_padded([tokens(1, 30)[0], tokens(1, 21, seed=1)[0]])
-
-
 def results_of(model: Any, budget: str, file: Path) -> dict[str, Any]:
     """Text, then a step more of the cache and of one that went through `file`: logits and states."""
-    ids, mask = inputs()
+    ids, mask = left_padded(PROMPTS)
     cache = H2OCache(model.config, POLICIES[budget])
-    text = generate(model, ids, cache, new=NEW, mask=mask)
+    text = generate(model, ids, cache, new=NEW, mask=mask, **NO_END)
     cache.save(file)
     loaded = H2OCache.load(file, model.config)
     logits = [forward(model, text[:, -1:], one) for one in (cache, loaded)]
@@ -114,6 +109,16 @@ def check_equals_one_process(name: str, budget: str, *, shared_out: bool = True)
             assert all(torch.equal(mine[part], loaded[part]) for part in STATE)
 
 
+def check_is_not_shared_out(name: str) -> None:
+    """transformers has no plan for this model. It says so, or gives every rank the whole model."""
+    errors = [rank.get((name, "error")) for rank in two_ranks()]
+    if errors == [None] * RANKS:
+        for budget in POLICIES:
+            check_equals_one_process(name, budget, shared_out=False)
+    else:
+        assert all("tp_plan" in error for error in errors)
+
+
 def _load(folder: Path) -> Any:
     """The rank's part of the model."""
     options: dict[str, Any] = {"tp_plan": "auto"}
@@ -137,7 +142,7 @@ def _rank(folder: Path) -> None:
     for name in MODELS:
         try:
             model = _load(folder / name)
-            forward(model, inputs()[0], None)
+            forward(model, PROMPTS[0][None], None)
         except Exception as error:
             results[name, "error"] = f"{type(error).__name__}: {error}"
             continue

@@ -20,8 +20,9 @@ from h2o_kv.hf import H2OLayer, cache_kwarg
 from hf_models import (
     ALIBI_FAMILIES,
     KINDS,
-    VOCABULARY,
+    NO_END,
     Call,
+    assistant,
     forward,
     left_padded,
     recorded,
@@ -796,9 +797,6 @@ def test_any_walk_equals_its_history_run_from_scratch(
 
 # ---- generate.
 
-# Never produced, but transformers 4 needs one.
-_NO_EOS = VOCABULARY
-
 
 def repeated_prompt() -> Tensor:
     return tokens(1, 9, seed=3).repeat(1, 5)
@@ -810,8 +808,8 @@ def greedy(model: Any, ids: Tensor, cache: Any, *, new: int, **options: Any) -> 
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new,
         do_sample=False,
-        eos_token_id=_NO_EOS,
         **{cache_kwarg(model): cache},
+        **NO_END,
         **options,
     )
     text: list[int] = output[0, ids.shape[1] :].tolist()
@@ -834,20 +832,6 @@ def crops() -> Iterator[list[tuple[int, int]]]:
         yield seen
 
 
-def assistant(family: str) -> Any:
-    """The same model with a full cache, its weights a little off: right often, not always."""
-    model = tiny_model(family, attention="sdpa")
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(0.02 * noise)
-    model.generation_config.num_assistant_tokens = DRAFTS
-    model.generation_config.num_assistant_tokens_schedule = "constant"
-    model.generation_config.assistant_confidence_threshold = 0.0
-    return model
-
-
 @pytest.mark.parametrize("prefill", ["one_shot", "streaming"])
 @pytest.mark.parametrize("budget", ["full", "fifth", "eight"])
 @pytest.mark.parametrize("family", KINDS)
@@ -866,7 +850,7 @@ def test_assisted_decoding_equals_greedy_decoding(
     )
     how: dict[str, Any] = {"prompt_lookup_num_tokens": DRAFTS}
     if drafts == "assistant":
-        how = {"assistant_model": assistant(family)}
+        how = {"assistant_model": assistant(family, DRAFTS)}
     with crops() as cropped:
         text = greedy(model, ids, cache, new=40, **how)
     assert text[:40] == expected  # transformers 4 goes on to the end of the drafts.
@@ -964,7 +948,7 @@ def test_sampling_with_drafts_of_a_model_is_possible() -> None:
     cache = H2OCache(model.config, policy_of(8), prompt_length=ids.shape[1], max_rollback=DRAFTS)
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=True,
-        eos_token_id=_NO_EOS, assistant_model=assistant("llama"), **{cache_kwarg(model): cache},
+        **NO_END, assistant_model=assistant("llama", DRAFTS), **{cache_kwarg(model): cache},
     )  # fmt: skip
     assert cache.get_seq_length() == output.shape[1] - 1
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tensor_parallel import POLICIES, check_equals_one_process, one_process, two_ranks
+from tensor_parallel import (
+    POLICIES,
+    check_equals_one_process,
+    check_is_not_shared_out,
+    one_process,
+    two_ranks,
+)
 
 
 @pytest.mark.parametrize("budget", POLICIES)
@@ -17,20 +23,14 @@ def test_budgets_keep_different_tokens_and_heads_differ() -> None:
     """Else equal ranks would prove little."""
     for family in ("llama", "gpt_neox"):
         layers = {budget: one_process(family, budget)["layers"] for budget in POLICIES}
-        assert [layers[budget][0]["positions"].shape[2] for budget in POLICIES] == [50, 6, 8]
+        assert [layers[budget][0]["positions"].shape[2] for budget in POLICIES] == [100, 6, 8]
         for budget in ("fifth", "eight"):
             heads = layers[budget][0]["positions"][0].sort().values
             assert len({tuple(head.tolist()) for head in heads}) > 1
 
 
 def test_opt_is_not_shared_out() -> None:
-    """transformers has no plan for it. It says so, or gives every rank the whole model."""
-    for rank in two_ranks():
-        error = rank.get(("opt", "error"))
-        assert error is None or "tp_plan" in error
-    if error is None:
-        for budget in POLICIES:
-            check_equals_one_process("opt", budget, shared_out=False)
+    check_is_not_shared_out("opt")
 
 
 def test_heads_that_cannot_be_shared_out_are_the_model_s_error() -> None:

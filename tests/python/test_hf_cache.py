@@ -357,6 +357,34 @@ def test_repeat_and_select_rows_move_every_tensor() -> None:
     forward(model, tokens(1, 1), cache)
 
 
+@pytest.mark.parametrize(
+    ("move", "message"),
+    [
+        (
+            lambda c: c.reorder_cache(torch.tensor([0, 2])),
+            r"reorder_cache: beam_idx must be in 0\.\.1",
+        ),
+        (lambda c: c.reorder_cache(torch.tensor([-1, 0])), r"must be in 0\.\.1, got \[-1, 0\]"),
+        (
+            lambda c: c.batch_select_indices(torch.tensor([2])),
+            r"indices must be in 0\.\.1, got \[2\]",
+        ),
+        (
+            lambda c: c.batch_select_indices(torch.tensor([True])),
+            r"indices must have one bool a row = 2, got \[1\]",
+        ),
+        (lambda c: c.batch_repeat_interleave(-1), r"repeats must be >= 0, got -1"),
+    ],
+)
+def test_rows_that_are_not_there_are_refused_and_nothing_changes(move: Any, message: str) -> None:
+    model, cache = filled()
+    before = copy.deepcopy(cache)
+    with pytest.raises((IndexError, ValueError), match=message):
+        move(cache)
+    assert equal_states(cache, before)
+    forward(model, tokens(2, 1), cache)
+
+
 def test_rows_of_an_empty_cache_move_without_complaint() -> None:
     cache = H2OCache(tiny_config("llama"), POLICY)
     cache.reorder_cache(torch.tensor([0]))

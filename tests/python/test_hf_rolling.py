@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from h2o_kv import EvictionPolicy, H2OCache
 from h2o_kv.hf import ROLLING_MODELS, cache_kwarg
@@ -359,7 +360,37 @@ def test_a_model_in_16_bits_is_undone_by_its_own_angles(cast: str) -> None:
     torch.testing.assert_close(keys.float(), want, atol=0.03 * float(want.abs().max()), rtol=0)
 
 
+def test_positions_may_be_counted_in_place() -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    ids, position = tokens(1, 20), torch.zeros(1, 1, dtype=torch.long)
+    counted, apart = rolling_cache(model), rolling_cache(model)
+    for i in range(20):
+        got = forward(model, ids[:, i : i + 1], counted, position_ids=position)
+        want = forward(model, ids[:, i : i + 1], apart, position_ids=torch.tensor([[i]]))
+        assert torch.equal(got, want)
+        position += 1
+
+
 # ---- With everything else.
+
+
+def test_a_compiled_decode_step_gives_the_same() -> None:
+    model, ids = tiny_model("llama"), tokens(2, 5)
+    plain, compiled = rolling_cache(model), rolling_cache(model)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(model.forward, fullgraph=True, backend=counter)
+    for cache in (plain, compiled):
+        forward(model, ids, cache)
+    for i in range(12):
+        new = tokens(2, 1, seed=i)
+        want = forward(model, new, plain)
+        with torch.no_grad():
+            got = step(new, **{cache_kwarg(model): compiled}).logits
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    assert kept(compiled, 0) == kept(plain, 0)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

@@ -151,7 +151,8 @@ def h2o_attention_forward(
             _check_argument(name, argument, tokens)
     rolling = layer.settings.rolling
     if rolling is not None:
-        query, key = rolling.undo(query, key, kwargs.get("position_ids"))
+        position_ids = kwargs.get("position_ids")
+        query, key = rolling.undo(query, key, position_ids, first=layer.layer_idx == 0)
     return layer.attend(query, key, value, attention_mask, scaling, alibi_slopes), None
 
 

@@ -500,19 +500,61 @@ class H2OCache(Cache):  # type: ignore[misc]
         self._budget_events = []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes the former row beam_idx[i]. In place."""
+        """Row i becomes the former row beam_idx[i]. In place.
+
+        Raises
+        ------
+        IndexError
+            There is no such row. Nothing has changed.
+        """
+        self._check_rows("reorder_cache: beam_idx", beam_idx)
         with self._as_a_whole("reorder_cache"):
             super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes `repeats` rows next to each other."""
+        """Each row becomes `repeats` rows next to each other.
+
+        Raises
+        ------
+        ValueError
+            repeats < 0.
+        """
+        repeats = _count("H2OCache.batch_repeat_interleave: repeats", repeats)
+        if repeats < 0:
+            raise ValueError(
+                f"H2OCache.batch_repeat_interleave: repeats must be >= 0, got {repeats}"
+            )
         with self._as_a_whole("batch_repeat_interleave"):
             super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`: integers, or a bool for each row."""
+        """Keep the rows `indices`: integers, or a bool for each row.
+
+        Raises
+        ------
+        IndexError
+            There is no such row. Nothing has changed.
+        """
+        self._check_rows("batch_select_indices: indices", indices)
         with self._as_a_whole("batch_select_indices"):
             super().batch_select_indices(indices)
+
+    def _check_rows(self, argument: str, index: Tensor) -> None:
+        """Refuse rows that there are not, where the host can look."""
+        layer = self.layers[0]
+        if not layer.is_initialized or index.device.type != "cpu":
+            return
+        num_rows = layer.batch_size
+        if index.dtype == torch.bool:
+            if index.shape != (num_rows,):
+                raise IndexError(
+                    f"H2OCache.{argument} must have one bool a row = {num_rows}, got "
+                    f"{list(index.shape)}"
+                )
+        elif index.numel() > 0 and not bool(((index >= 0) & (index < num_rows)).all()):
+            raise IndexError(
+                f"H2OCache.{argument} must be in 0..{num_rows - 1}, got {index.tolist()}"
+            )
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """-1: a cache of any budget takes any number of tokens."""

@@ -260,11 +260,14 @@ class H2OLayer(MovableBudget):
         if rolling is None:
             return {}
         assert self.keys is not None
-        most = max(
-            min(self.columns_seen + i, self.keys.shape[2]) + min(chunk, num_new - i)
-            for i in range(0, max(num_new, 1), chunk)
-        )
-        return rolling.by_rank(most, self.keys)
+        capacity = self.keys.shape[2]
+        num_ranks = capacity + min(chunk, num_new)
+        if num_ranks > rolling.context:  # Not all slots need be in use yet.
+            num_ranks = max(
+                min(self.columns_seen + i, capacity) + min(chunk, num_new - i)
+                for i in range(0, max(num_new, 1), chunk)
+            )
+        return rolling.by_rank(num_ranks, self.keys)
 
     def _room(self, new: _NewTokens) -> Room | Copies | StepRoom:
         """What will undo the step that these tokens are about to take."""

@@ -37,6 +37,11 @@ class Rolling:
     ------
     ValueError
         The model is of another kind.
+
+    Attributes
+    ----------
+    context : int
+        Positions that the model knows.
     """
 
     def __init__(self, model: Any) -> None:
@@ -51,12 +56,12 @@ class Rolling:
             for module in model.modules()
             if type(module).__name__.endswith("RotaryEmbedding")
         )
-        self._limit: int = config.max_position_embeddings
+        self.context: int = config.max_position_embeddings
         self._undoing: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._by_rank: tuple[Tensor, Tensor] | None = None
 
     def undo(
-        self, query: Tensor, key: Tensor, position_ids: Tensor | None
+        self, query: Tensor, key: Tensor, position_ids: Tensor | None, *, first: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Take the model's rotation off again.
 
@@ -66,6 +71,9 @@ class Rolling:
             As the model rotated them.
         position_ids : Tensor, [1 or batch, num_new]
             By which it did so.
+        first : bool
+            Whether this is the first layer of a forward. The others get the same tensor and share its
+            angles; the next forward may get it again, with other numbers.
 
         Returns
         -------
@@ -81,8 +89,7 @@ class Rolling:
                 'H2OCache: the model must tell its position_ids to attention with positions="rolling", '
                 "got None"
             )
-        if self._undoing is None or self._undoing[0] is not position_ids:
-            # Once a forward: all layers get the same tensor.
+        if first or self._undoing is None or self._undoing[0] is not position_ids:
             cos, sin = (_half(angle) for angle in self._rotary(key, position_ids))
             norm = cos.square() + sin.square()  # Not 1 where scaled, or rounded to 16 bits.
             rows, num_new, pairs = cos.shape
@@ -112,13 +119,13 @@ class Rolling:
             or angles[0].dtype != dtype
             or angles[0].device != like.device
         ):
-            if num_ranks > self._limit:
+            if num_ranks > self.context:
                 raise ValueError(
                     "H2OCache: tokens kept and those that join them must be <= "
-                    f'max_position_embeddings = {self._limit} with positions="rolling", got '
+                    f'max_position_embeddings = {self.context} with positions="rolling", got '
                     f'{num_ranks}; prefill="streaming" lets prefill_chunk of them join at a time'
                 )
-            length = min(2 ** (num_ranks - 1).bit_length(), self._limit)
+            length = min(2 ** (num_ranks - 1).bit_length(), self.context)
             # Where angles depend on the longest position so far, that is the model's own affair.
             rotary = copy.deepcopy(self._rotary)
             ranks = torch.arange(length, device=like.device)[None]

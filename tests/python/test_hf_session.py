@@ -342,6 +342,7 @@ def test_the_file_is_what_the_documentation_says(tmp_path: Path) -> None:
             "prompt_length": 20,
             "dtype": "float16",
             "max_rollback": None,
+            "positions": "original",
         },
         "budget_events": [],
     }

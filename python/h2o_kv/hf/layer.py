@@ -365,7 +365,8 @@ class H2OLayer(MovableBudget):
         # While a budget moves, each is a step for itself, as it would be without drafts.
         for piece in _singly(new) if moves else [new]:
             position = piece.position.clone()  # That of a single token lies in tokens_seen.
-            k_evicted, v_evicted = piece.key.new_empty((2, *piece.key.shape))
+            # In memory of their own: whoever keeps one column later keeps no more.
+            k_evicted, v_evicted = (piece.key.new_empty(piece.key.shape) for _ in range(2))
             room = Room(before, k_evicted, v_evicted)
             if undo is not None and undo.saved is None:
                 undo.saved = room

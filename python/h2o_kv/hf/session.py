@@ -48,6 +48,7 @@ _HEADER = (
 )
 # Entries that came with a version after the first, and what stands for them in older files.
 _LATER: dict[str, tuple[int, Any]] = {"budget_events": (2, [])}
+_LATER_OPTIONS: dict[str, tuple[int, Any]] = {"positions": (2, "original")}
 _LAYER = ("columns_seen", "budget", "window", "device", "sha256")
 _EVENT = ("position", "time", "old", "new", "max_evictions_per_step", "held_at")
 _BUDGET = ("num_sink", "num_heavy", "num_recent")
@@ -217,10 +218,17 @@ def _header(metadata: dict[str, str] | None) -> dict[str, Any]:
             f"{written}, written by h2o-kv {reprlib.repr(header.get('library'))}"
         )
     _check_digest("header", header.pop("sha256", None), _json_digest(header))
-    for key, (version_of_it, absent) in _LATER.items():
-        if written < version_of_it:
-            header.setdefault(key, absent)
+    _fill_in(header, _LATER, written)
+    if isinstance(header.get("options"), dict):
+        _fill_in(header["options"], _LATER_OPTIONS, written)
     return _object("header", header, _HEADER)
+
+
+def _fill_in(entries: dict[str, Any], later: dict[str, tuple[int, Any]], written: int) -> None:
+    """Add what the version that was written did not have yet."""
+    for key, (version_of_it, absent) in later.items():
+        if written < version_of_it:
+            entries.setdefault(key, absent)
 
 
 def _layer_states(content: Any, layers: Any) -> list[LayerState]:

@@ -164,6 +164,7 @@ class Story:
     stopped: Act
     after: list[Act] = field(default_factory=lambda: [attend(1), attend(3)])
     options: dict[str, Any] = field(default_factory=dict)
+    copy: Callable[[H2OCache], H2OCache] = lambda cache: cache.fork(1)
 
     def start(self) -> H2OCache:
         cache = H2OCache(CONFIG, self.policy, **self.options)
@@ -184,6 +185,9 @@ STORIES = {
     "first token": Story(FULL, [], attend(1)),
     "step while filling": Story(FULL, [attend(3)], attend(1)),
     "step when full": Story(FULL, [attend(9), attend(1)], attend(1)),
+    "step after steps of the same cache": Story(
+        FULL, [attend(9), attend(1), attend(1)], attend(1), copy=copy.deepcopy
+    ),
     "step without recent": Story(EvictionPolicy(num_heavy=4, num_recent=0), [attend(9)], attend(1)),
     "step with padding": Story(FULL, [attend(9, PADDED)], attend(1, [[1], [0]])),
     "step of rows with their budgets": Story(RATIOS, [attend(9, PADDED)], attend(1)),
@@ -198,6 +202,9 @@ STORIES = {
     "recorded prompt with drafts": Story(FULL, [], attend(12), [crop(2), attend(1)], RECORDED),
     "recorded prompt in parts, with drafts": Story(
         FULL, [attend(7)], attend(5), [crop(2), attend(1)], RECORDED
+    ),
+    "recorded prompt in parts, with drafts, of a window": Story(
+        EvictionPolicy(num_heavy=0, num_recent=6), [attend(7)], attend(5), [crop(2)], RECORDED
     ),
     "recorded step": Story(FULL, [attend(9), attend(2)], attend(1), [crop(2), attend(1)], RECORDED),
     "recorded steps, an old entry leaves": Story(
@@ -222,7 +229,7 @@ STORIES = {
     "crop over several forwards": Story(
         FULL, [attend(9), attend(2), attend(1), attend(2)], crop(4), [attend(2), crop(2)], RECORDED
     ),
-    "reset": Story(RATIOS, [attend(9, PADDED), attend(1)], reset, [attend(9)]),
+    "reset": Story(RATIOS, [attend(9, PADDED), attend(1)], reset, [attend(9)], copy=copy.deepcopy),
 }
 
 
@@ -257,10 +264,10 @@ def test_a_forward_that_stops_at_any_bytecode_has_happened_or_not(name: str) -> 
     end = everything(clean)
 
     first, at, seen = story.start(), STORY_NUMBER[name] % STRIDE, set()
-    assert same(everything(copy.deepcopy(first)), states[False])
+    assert same(everything(story.copy(first)), states[False])
     while True:
         at += STRIDE
-        cache = copy.deepcopy(first)
+        cache = story.copy(first)
         if not interrupted(at, lambda c=cache: story.stopped(c), PACKAGE, opcodes=True):
             break
         where = f"event {at}"
@@ -441,6 +448,22 @@ def test_ctrl_c_in_generate_is_taken_back() -> None:
     whole = H2OCache(model.config, FULL)
     generate(model, ids, whole, new=new)
     assert same(everything(cache), everything(whole))
+
+
+def test_a_first_forward_that_stopped_leaves_no_window() -> None:
+    model = tiny_model("mistral", sliding_window=30)
+    cache = H2OCache(model.config, FULL)
+
+    def fail(*_: Any) -> None:
+        raise Stop
+
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(Stop):
+        forward(model, tokens(1, 5), cache)
+    hook.remove()
+    assert [layer.state().window for layer in cache.fork(1).layers] == [None, None]
+    forward(model, tokens(1, 5), cache)
+    assert [layer.state().window for layer in cache.fork(1).layers] == [30, 30]
 
 
 # ---- What it costs, and what still raises.

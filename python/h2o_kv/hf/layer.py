@@ -8,7 +8,6 @@ h2o_attention_decode.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import starmap
@@ -17,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_kv.hf.budgets import MovableBudget
 from h2o_kv.hf.journal import Before, Entry, Forward, Journal, TakenBack
 from h2o_kv.hf.masks import real_tokens
 from h2o_kv.hf.memory import Variable
 from h2o_kv.hf.progress import Copies, Progress, Room, StepRoom, Undo
+from h2o_kv.hf.rollback import RollbackMemory
 from h2o_kv.hf.settings import Settings, model_shape
 
 __all__ = ["LAYER_ATTRIBUTE", "H2OLayer"]
@@ -29,9 +28,6 @@ __all__ = ["LAYER_ATTRIBUTE", "H2OLayer"]
 # Attribute of the key tensor by which the attention function finds its layer: the one channel that
 # every supported release and model family leaves open, and that is safe between threads.
 LAYER_ATTRIBUTE = "_h2o_layer"
-# Tokens that can be taken back where nobody has said how many: transformers drafts 20 at most, unless
-# it is told otherwise.
-_MAX_ROLLBACK = 32
 # The one overload, found once.
 _attention_decode = torch.ops.h2o.h2o_attention_decode.default
 
@@ -47,7 +43,7 @@ class _NewTokens(NamedTuple):
     scale: float | None
 
 
-class H2OLayer(MovableBudget):
+class H2OLayer(RollbackMemory):
     """State of one decoder layer.
 
     The tensors are allocated at the first forward, on the device of its keys, and written in place
@@ -85,10 +81,7 @@ class H2OLayer(MovableBudget):
     is_sliding = False
 
     def __init__(self, settings: Settings, progress: Progress, layer_idx: int) -> None:
-        super().__init__(settings, layer_idx)
-        self._progress = progress
-        self.step_room: StepRoom | None = None
-        self._record_from_the_start()
+        super().__init__(settings, progress, layer_idx)
         self._known_config = settings.config
         self._gqa_reduce = settings.policy.gqa_reduce
 
@@ -225,8 +218,9 @@ class H2OLayer(MovableBudget):
         into = {}
         if room is not None:
             into = {"k_evicted": room.k_evicted, "v_evicted": room.v_evicted}
+        atomic = isinstance(room, Room) and not torch.compiler.is_compiling()
         step = partial(
-            _attention_decode,
+            _attention_decode._op if atomic else _attention_decode,
             new.query,
             self.keys,
             self.values,
@@ -245,7 +239,8 @@ class H2OLayer(MovableBudget):
             **self._angles(new.key.shape[2], chunk),
         )
         output: Tensor
-        if isinstance(room, Room) and not torch.compiler.is_compiling():
+        if atomic:
+            assert isinstance(room, Room)
             # No bytecode, and so no interrupt, between what the operator does and its result here.
             room.results.extend(starmap(step, [()]))
             output, self.last_evicted = room.results[-1]
@@ -415,86 +410,6 @@ class H2OLayer(MovableBudget):
         self._in_prompt = bool((seen < lengths[:, 0]).any())
         return first_draft
 
-    @property
-    def is_croppable(self) -> bool:
-        """Whether `crop` can take tokens back: while forwards are recorded."""
-        return self.journal is not None
-
-    @property
-    def record_past(self) -> bool:
-        """Name by which transformers 5 asks whether forwards are recorded, and says so."""
-        return self.journal is not None
-
-    @record_past.setter
-    def record_past(self, record: bool) -> None:
-        if record:
-            self.activate_past_recording()
-        else:
-            self.settle()
-            self.journal = None
-
-    def activate_past_recording(self) -> None:
-        """Record forwards from now on, so that `crop` can undo them.
-
-        Raises
-        ------
-        ValueError
-            max_rollback is 0.
-        """
-        self.settle()
-        if self.journal is not None:
-            return
-        depth = self.settings.max_rollback
-        if depth == 0:
-            raise ValueError(
-                "H2OCache: max_rollback must be >= 1 for assisted decoding and prompt lookup, got 0; "
-                "make the cache with max_rollback = the number of drafts of a forward"
-            )
-        self.journal = Journal(_MAX_ROLLBACK if depth is None else depth)
-        self._in_prompt = self.columns_seen == 0  # What was seen before is the prompt.
-
-    def _record_from_the_start(self) -> None:
-        self.journal = None
-        if self.settings.max_rollback:
-            self.activate_past_recording()
-
-    def settle(self) -> None:
-        """Become what this layer was before a forward that stopped half-way, if there is one.
-
-        Not while a forward is under way.
-        """
-        undo = self._progress.undo.get(self.layer_idx)
-        if undo is None:
-            return
-        self.__dict__.update(undo.attributes)
-        if self.keys is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                if self.columns_seen == 0:
-                    self._empty(slice(None))
-                elif undo.saved is not None:
-                    undo.saved.restore(self.step_state())
-        del self._progress.undo[self.layer_idx]
-
-    def last_complete(self) -> H2OLayer:
-        """Return the layer with the attributes that the last complete forward left."""
-        undo = self._progress.undo.get(self.layer_idx)
-        if undo is None:
-            return self
-        layer = copy.copy(self)
-        layer.__dict__.update(undo.attributes)
-        return layer
-
-    def complete(self, name: str) -> Tensor | None:
-        """`scores`, `positions` or `tokens_seen` as the last complete forward left it, to be read."""
-        undo = self._progress.undo.get(self.layer_idx)
-        saved = None if undo is None else undo.saved
-        tensor: Tensor | None = getattr(self if saved is None else saved.before, name)
-        if undo is None or saved is not None or undo.attributes["columns_seen"] > 0:
-            return tensor
-        attributes = undo.attributes
-        empty: Tensor | None = attributes.get(f"_{name}", attributes.get(name))
-        return None if empty is None else torch.full_like(empty, -1 if name == "positions" else 0)
-
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens of every row of this layer, in place; see `H2OCache.crop`."""
         self.settle()
@@ -532,45 +447,6 @@ class H2OLayer(MovableBudget):
         self.last_evicted = entries[-1].forwards[-1].evicted if entries else None
         self.columns_seen = columns_seen
         self.journal = tokens.journal
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Refuse what `crop` could not do; changes nothing.
-
-        Raises
-        ------
-        RuntimeError
-            Nothing is recorded.
-        ValueError
-            More tokens would be removed than are recorded, or the last forward had too many to be
-            recorded.
-        """
-        remove, journal = self._removed_by(tokens_to_remove), self.journal
-        if journal is None:
-            if remove > 0:
-                raise RuntimeError(
-                    f"H2OCache.crop: {remove} of {self.columns_seen} tokens cannot be removed, since "
-                    "nothing is recorded; make the cache with max_rollback = the number of drafts of "
-                    "a forward, or call activate_past_recording() before the forward"
-                )
-            return
-        if journal.unverified:
-            raise ValueError(
-                f"H2OCache.crop: a forward to be verified must have at most max_rollback + 1 = "
-                f"{journal.depth + 1} tokens, got {journal.unverified}; they joined as a prompt "
-                "does. Draft fewer, or make the cache with a larger max_rollback"
-            )
-        if remove > min(journal.depth, journal.num_columns):
-            raise ValueError(
-                "H2OCache.crop: tokens to remove must be <= max_rollback and among those recorded "
-                f"since the prompt, got {remove} with max_rollback={journal.depth} and "
-                f"{journal.num_columns} recorded"
-            )
-
-    def _removed_by(self, tokens_to_remove: int) -> int:
-        """How many tokens `crop` is to remove; 0 or less for none."""
-        if tokens_to_remove > 0:
-            return self.columns_seen - int(tokens_to_remove)
-        return -int(tokens_to_remove)
 
     # ---- Allocation.
 

@@ -265,11 +265,16 @@ def test_a_forward_that_stops_at_any_bytecode_has_happened_or_not(name: str) -> 
 
     first, at, seen = story.start(), STORY_NUMBER[name] % STRIDE, set()
     assert same(everything(story.copy(first)), states[False])
+    at_end = False
     while True:
-        at += STRIDE
+        at += 1 if at_end else STRIDE
         cache = story.copy(first)
         if not interrupted(at, lambda c=cache: story.stopped(c), PACKAGE, opcodes=True):
-            break
+            if at_end:
+                break
+            # Few come after a forward has happened: of the last ones none is left out.
+            at_end, at = True, max(0, at - 5 * STRIDE)
+            continue
         where = f"event {at}"
         if at % 4:  # Else it goes on at once.
             NEXT[at % 4 - 1](cache)

@@ -262,6 +262,16 @@ def test_nothing_evicted_is_full_attention_under_any_scaling(rope: str) -> None:
 
 
 @pytest.mark.parametrize("rope", ROPES)
+def test_a_longer_text_before_changes_no_angle(rope: str) -> None:
+    model = scaled_model(rope, dtype=torch.float64)
+    cache = rolling_cache(model, AMPLE)
+    forward(model, tokens(1, 100), cache)  # LongRoPE changes its angles at 64.
+    cache.reset()
+    want = forward(model, tokens(1, 30, seed=1), rolling_cache(model, AMPLE))
+    assert torch.equal(forward(model, tokens(1, 30, seed=1), cache), want)
+
+
+@pytest.mark.parametrize("rope", ROPES)
 def test_a_stream_past_the_end_of_the_context_under_any_scaling(rope: str) -> None:
     """The angles of a model may change with its longest position; those of ranks do not."""
     model = scaled_model(rope, dtype=torch.float64, max_position_embeddings=40, num_hidden_layers=1)

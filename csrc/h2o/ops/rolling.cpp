@@ -132,8 +132,7 @@ DecodeOutputs join_in_chunks(const DecodeCall& call, const RollingKernels& kerne
 
 // Padding, which may stand anywhere, does not count for chunks or ranks.
 DecodeOutputs join_rows(const DecodeCall& call, const RollingKernels& kernels) {
-  const bool on_host = call.query.is_cpu();
-  if (on_host && call.k_new.size(0) > 0) {
+  if (kernels.on_host && call.k_new.size(0) > 0) {
     const int64_t kept = call.cache.positions.ge(0).sum(-1).max().item<int64_t>();
     const int64_t needed = ranks_needed(call, kept), there = call.rope_cos->size(0);
     TORCH_CHECK(needed <= there,
@@ -142,7 +141,7 @@ DecodeOutputs join_rows(const DecodeCall& call, const RollingKernels& kernels) {
                 " new ones, chunk=", call.chunk);
   }
   const bool in_chunks = call.k_new.size(2) > call.chunk;
-  if (!in_chunks || (on_host && call.position_new.ge(0).all().item<bool>())) {
+  if (!in_chunks || (kernels.on_host && call.position_new.ge(0).all().item<bool>())) {
     return join_in_chunks(call, kernels);
   }
   // A chunk is `chunk` of the row's own tokens: padding goes to the end, and comes back.

@@ -12,6 +12,7 @@ struct RollingKernels {
   // Rank of each position among those >= 0 of its (row, KV head), int32; -1 where it is negative.
   at::Tensor (*rank)(const at::Tensor& positions);
   at::Tensor (*rotate)(const RotateCall&);
+  bool on_host;  // numbers in tensors can be looked at
 };
 
 // The step of a call with rope_cos and rope_sin.

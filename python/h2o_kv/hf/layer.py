@@ -257,7 +257,7 @@ class H2OLayer(RollbackMemory):
         assert self.keys is not None
         capacity = self.keys.shape[2]
         num_ranks = capacity + min(chunk, num_new)
-        if num_ranks > rolling.context:  # Not all slots need be in use yet.
+        if num_ranks > rolling.context or rolling.follows_length:  # Slots may be empty yet.
             num_ranks = max(
                 min(self.columns_seen + i, capacity) + min(chunk, num_new - i)
                 for i in range(0, max(num_new, 1), chunk)

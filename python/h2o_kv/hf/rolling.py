@@ -42,6 +42,9 @@ class Rolling:
     ----------
     context : int
         Positions that the model knows.
+    follows_length : bool
+        Whether its angles depend on the longest position: then those of ranks are asked for the very
+        number that is in use.
     """
 
     def __init__(self, model: Any) -> None:
@@ -57,6 +60,8 @@ class Rolling:
             if type(module).__name__.endswith("RotaryEmbedding")
         )
         self.context: int = config.max_position_embeddings
+        rope_type = getattr(self._rotary, "rope_type", "default")
+        self.follows_length = "dynamic" in rope_type or rope_type == "longrope"
         self._undoing: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._by_rank: tuple[Tensor, Tensor] | None = None
 
@@ -116,6 +121,7 @@ class Rolling:
         if (
             angles is None
             or len(angles[0]) < num_ranks
+            or (self.follows_length and len(angles[0]) > num_ranks)
             or angles[0].dtype != dtype
             or angles[0].device != like.device
         ):
@@ -125,11 +131,14 @@ class Rolling:
                     f'max_position_embeddings = {self.context} with positions="rolling", got '
                     f'{num_ranks}; prefill="streaming" lets prefill_chunk of them join at a time'
                 )
-            length = min(2 ** (num_ranks - 1).bit_length(), self.context)
-            # Where angles depend on the longest position so far, that is the model's own affair.
-            rotary = copy.deepcopy(self._rotary)
+            length = num_ranks
+            if not self.follows_length:
+                length = min(2 ** (num_ranks - 1).bit_length(), self.context)
+            rotary = copy.deepcopy(self._rotary)  # What the model's own has seen is its affair.
             ranks = torch.arange(length, device=like.device)[None]
-            cos, sin = rotary(like.new_empty(0, dtype=dtype), ranks)
+            x = like.new_empty(0, dtype=dtype)
+            rotary(x, ranks[:, :1])  # As if nothing longer had been.
+            cos, sin = rotary(x, ranks)
             self._by_rank = angles = _half(cos)[0].contiguous(), _half(sin)[0].contiguous()
         return {"rope_cos": angles[0], "rope_sin": angles[1]}
 

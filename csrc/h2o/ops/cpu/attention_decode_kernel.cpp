@@ -372,7 +372,8 @@ class Decoder {
 }  // namespace
 
 DecodeOutputs attention_decode(const DecodeCall& call) {
-  if (call.rope_cos) return decode_rolling(call, {attention_decode, rank, rotate});
+  if (call.rope_cos)
+    return decode_rolling(call, {attention_decode, rank, rotate, /*on_host=*/true});
   constexpr const char* kOp = "h2o_attention_decode";
   std::vector<RowTokens> tokens = read_tokens(kOp, "position_new", call.position_new);
   std::vector<Budget> budgets =

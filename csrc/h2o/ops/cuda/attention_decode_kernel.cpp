@@ -194,7 +194,8 @@ void decode_chunks(const DecodeCall& call, const Inputs& inputs, const at::Tenso
 }  // namespace
 
 DecodeOutputs attention_decode(const DecodeCall& call) {
-  if (call.rope_cos) return decode_rolling(call, {attention_decode, rank_by_sorting, rotate});
+  if (call.rope_cos)
+    return decode_rolling(call, {attention_decode, rank_by_sorting, rotate, /*on_host=*/false});
   const c10::cuda::OptionalCUDAGuard guard(call.query.device());
   check_candidates(kOp, "capacity + num_new", call.cache.capacity() + call.k_new.size(2));
   const Inputs inputs(call);

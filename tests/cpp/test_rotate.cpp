@@ -151,7 +151,7 @@ TEST_CASE("angles that do not fit are refused before anything is written",
   CHECK(decode_refused({.rope_cos = angles.narrow(0, 0, 1), .rope_sin = angles.narrow(0, 0, 1)}) ==
         "Error: h2o_attention_decode: rope_cos must have an angle for each rank, got 1 rows for 0 "
         "tokens "
-        "kept and 2 new ones, chunk=1");
+        "kept and 2 new ones in row 0, chunk=1");
   CHECK(int64s(cache.positions) == std::vector<int64_t>{-1, -1, -1, -1});
 }
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,17 @@ def contents(layer: H2OLayer) -> list[dict[int, tuple[float, Any, Any]]]:
             strict=True,
         )
     ]
+
+
+def test_memory_of_before_is_given_back() -> None:
+    model = tiny_model("llama")
+    cache = H2OCache(model.config, EvictionPolicy(num_heavy=400, num_recent=400))
+    forward(model, tokens(1, 60), cache)
+    forward(model, tokens(1, 1), cache)
+    former = [weakref.ref(layer.keys) for layer in cache.layers]
+    cache.set_budget(num_heavy=4, num_recent=4)
+    gc.collect()
+    assert [reference() for reference in former] == [None, None]
 
 
 # ---- Larger.
@@ -612,7 +625,7 @@ def test_events_say_when_and_what(caplog: pytest.LogCaptureFixture) -> None:
             (SMALL,),
             {"max_evictions_per_step": 1},
             ValueError,
-            "max_evictions_per_step must be >= 2, one of which .*, got 1",
+            "max_evictions_per_step must be in 2..2147483647, one of which .*, got 1",
         ),
         ((SMALL,), {"max_evictions_per_step": "2"}, TypeError, "must be an integer, got '2'"),
         ((), {"num_heavy": 2**30}, MemoryError, "the budget must fit into memory, got 1073741830"),

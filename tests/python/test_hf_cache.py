@@ -371,15 +371,30 @@ def test_repeat_and_select_rows_move_every_tensor() -> None:
         ),
         (
             lambda c: c.batch_select_indices(torch.tensor([True])),
-            r"indices must have one bool a row = 2, got \[1\]",
+            r"indices must have one bool a row = 2, got 1",
         ),
         (lambda c: c.batch_repeat_interleave(-1), r"repeats must be >= 0, got -1"),
+        (
+            lambda c: c.reorder_cache(torch.tensor([0.0, 1.0])),
+            r"must be a tensor of .*int64, got .*32",
+        ),
+        (
+            lambda c: c.reorder_cache(torch.tensor([True, True])),
+            r"must be a tensor of .*got torch.bool",
+        ),
+        (lambda c: c.reorder_cache([0, 1]), r"must be a tensor of .*, got \[0, 1\]"),
+        (lambda c: c.batch_select_indices(torch.tensor(0)), r"must be \[rows\], got \[\]"),
+        (lambda c: c.crop(-1.5), r"crop: tokens_to_remove must be an integer, got -1.5"),
+        (
+            lambda c: c.set_budget(num_heavy=2, max_evictions_per_step=2**31),
+            r"must be in 2\.\.2147483647",
+        ),
     ],
 )
 def test_rows_that_are_not_there_are_refused_and_nothing_changes(move: Any, message: str) -> None:
     model, cache = filled()
     before = copy.deepcopy(cache)
-    with pytest.raises((IndexError, ValueError), match=message):
+    with pytest.raises((IndexError, TypeError, ValueError), match=message):
         move(cache)
     assert equal_states(cache, before)
     forward(model, tokens(2, 1), cache)

@@ -296,6 +296,43 @@ def test_a_forward_that_stops_at_any_bytecode_has_happened_or_not(name: str) -> 
     assert at > 30
 
 
+CHANGES: dict[str, Act] = {
+    "fork": lambda cache: cache.fork(1),
+    "larger budget": lambda cache: cache.set_budget(num_heavy=9),
+    "smaller budget": lambda cache: cache.set_budget(num_heavy=1),
+    "reset of a fork": reset,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_that_stops_leaves_a_cache_that_goes_on_or_says_why(name: str) -> None:
+    first, at, refused, went_on = H2OCache(CONFIG, FULL), 0, 0, 0
+    for act in (attend(9), attend(1)):
+        act(first)
+    before = everything(first)
+    while True:
+        at += 2
+        cache = copy.deepcopy(first)
+        other = cache.fork(1) if name == "reset of a fork" else None
+        if not interrupted(at, lambda c=cache: CHANGES[name](c), PACKAGE, opcodes=True):
+            break
+        if cache._progress.pending is not None and "budget" in name:
+            with pytest.raises(RuntimeError, match="stopped half-way"):
+                attend(1)(cache)
+            refused += 1
+        else:
+            attend(1)(cache)
+            went_on += 1
+        cache.reset()
+        attend(9)(cache)
+        attend(1)(cache)
+        assert same(everything(cache), before), f"event {at}"
+        if other is not None:
+            assert same(everything(other), before), f"event {at}"
+    assert went_on > 0
+    assert (refused > 0) == ("budget" in name)
+
+
 # ---- Models.
 
 

@@ -606,6 +606,46 @@ def test_a_saved_cache_records_again(prompt_length: int | None, tmp_path: Path) 
     assert loaded.get_seq_length() == 13
 
 
+@pytest.mark.parametrize("change", ["fork", "select", "release", "reorder"])
+def test_a_saved_cache_goes_on_past_its_prompt_whatever_became_of_rows(
+    change: str, tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    cache = H2OCache(model.config, policy_of(8), prompt_length=(10, 10), max_rollback=4)
+    for length in (10, 2):
+        forward(model, tokens(2, length), cache)
+    if change == "fork":
+        cache = cache.fork(2)
+    elif change == "select":
+        cache.batch_select_indices(torch.tensor([1]))
+    elif change == "release":
+        cache.release(0)
+    else:
+        cache.reorder_cache(torch.tensor([1, 1]))
+    cache.save(tmp_path / "a")
+    loaded = H2OCache.load(tmp_path / "a", model.config)
+    new = tokens(cache.layers[0].batch_size, 3, seed=1)
+    assert torch.equal(forward(model, new, loaded), forward(model, new, cache))
+
+
+def test_a_cache_that_was_cropped_to_nothing_is_a_new_one() -> None:
+    model = tiny_model("llama")
+    cache = H2OCache(model.config, policy_of(8), max_rollback=4)
+    forward(model, tokens(1, 1), cache)
+    cache.crop(-1)
+    with pytest.raises(ValueError, match="prompt_length must be given"):
+        forward(model, tokens(1, 4), cache)
+
+
+def test_a_released_row_may_begin_again_while_forwards_are_recorded() -> None:
+    model = tiny_model("llama")
+    cache = H2OCache(model.config, policy_of(8), prompt_length=6, max_rollback=4)
+    forward(model, tokens(1, 6), cache)
+    cache.release(0)
+    forward(model, tokens(1, 8), cache, position_ids=torch.arange(8)[None])
+    assert cache.layers[0].tokens_seen.tolist() == [8]
+
+
 def test_reset_forgets_what_could_be_taken_back() -> None:
     stream, cache = after_verification()
     cache.reset()

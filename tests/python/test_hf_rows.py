@@ -149,6 +149,15 @@ def test_a_batch_with_rows_of_different_ages_can_be_saved(tmp_path: Path) -> Non
         assert_rows_equal(snapshot(batch, row), snapshot(loaded, row))
 
 
+def test_a_row_that_becomes_itself_stays_what_it_is() -> None:
+    model = tiny_model("llama")
+    cache = H2OCache(model.config, EvictionPolicy(num_heavy=4, num_recent=4))
+    forward(model, tokens(2, 12), cache)
+    before = snapshot(cache, 1)
+    cache.insert(1, cache, 1)
+    assert_rows_equal(snapshot(cache, 1), before)
+
+
 def test_a_row_that_comes_cannot_be_taken_back() -> None:
     model = tiny_model("llama")
     batch = H2OCache(model.config, SMALL, prompt_length=9, max_rollback=3)

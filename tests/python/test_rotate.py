@@ -286,7 +286,8 @@ def call(**changes: Any) -> dict[str, Any]:
         ),
         (
             rank_angles(2, 4, torch.float32),
-            r"rope_cos must have an angle for each rank, got 2 rows for 0 tokens kept and 3 new ones",
+            r"rope_cos must have an angle for each rank, got 2 rows for 0 tokens kept and 3 new ones "
+            "in row 0, chunk=1",
         ),
     ],
 )

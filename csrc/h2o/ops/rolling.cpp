@@ -25,15 +25,28 @@ at::Tensor reordered(const at::Tensor& tensor, const at::Tensor& order) {
       tensor, tensor.dim() == 4 ? order.unsqueeze(1).unsqueeze(3) : order.unsqueeze(1), 2);
 }
 
-// The largest number of ranks that any chunk of the call needs, given what is kept before it.
-int64_t ranks_needed(const DecodeCall& call, int64_t kept) {
-  const int64_t num_new = call.k_new.size(2);
+// How many ranks a row takes that keeps `kept` tokens while `num_new` join, `chunk` at a time.
+int64_t ranks_needed(int64_t kept, int64_t num_new, int64_t chunk, int64_t capacity) {
   int64_t needed = 0;
-  for (int64_t i = 0; i < num_new; i += std::min(call.chunk, num_new)) {
-    needed = std::max(
-        needed, std::min(kept + i, call.cache.capacity()) + std::min(call.chunk, num_new - i));
+  for (int64_t i = 0; i < num_new; i += std::min(chunk, num_new)) {
+    needed = std::max(needed, std::min(kept + i, capacity) + std::min(chunk, num_new - i));
   }
   return needed;
+}
+
+// Refuses ranks that have no angles, where the host can look.
+void check_ranks(const DecodeCall& call) {
+  const at::Tensor kept = call.cache.positions.ge(0).sum(-1).amax(1),
+                   num_new = call.position_new.ge(0).sum(1);
+  const int64_t there = call.rope_cos->size(0);
+  for (int64_t row = 0; row < kept.size(0); ++row) {
+    const auto before = kept[row].item<int64_t>(), joining = num_new[row].item<int64_t>();
+    const int64_t needed = ranks_needed(before, joining, call.chunk, call.cache.capacity());
+    TORCH_CHECK(needed <= there,
+                "h2o_attention_decode: rope_cos must have an angle for each rank, ", "got ", there,
+                " rows for ", before, " tokens kept and ", joining, " new ones in row ", row,
+                ", chunk=", call.chunk);
+  }
 }
 
 // What a chunk sees of the cache before it joins.
@@ -132,14 +145,7 @@ DecodeOutputs join_in_chunks(const DecodeCall& call, const RollingKernels& kerne
 
 // Padding, which may stand anywhere, does not count for chunks or ranks.
 DecodeOutputs join_rows(const DecodeCall& call, const RollingKernels& kernels) {
-  if (kernels.on_host && call.k_new.size(0) > 0) {
-    const int64_t kept = call.cache.positions.ge(0).sum(-1).max().item<int64_t>();
-    const int64_t needed = ranks_needed(call, kept), there = call.rope_cos->size(0);
-    TORCH_CHECK(needed <= there,
-                "h2o_attention_decode: rope_cos must have an angle for each rank, ", "got ", there,
-                " rows for ", kept, " tokens kept and ", call.k_new.size(2),
-                " new ones, chunk=", call.chunk);
-  }
+  if (kernels.on_host) check_ranks(call);
   const bool in_chunks = call.k_new.size(2) > call.chunk;
   if (!in_chunks || (kernels.on_host && call.position_new.ge(0).all().item<bool>())) {
     return join_in_chunks(call, kernels);

@@ -141,7 +141,7 @@ def h2o_attention_forward(
     if layer.journal is not None:
         position_ids = kwargs.get("position_ids")
         unknown = position_ids is None and alibi_slopes is not None
-        _check_continues(layer.columns_seen, key.shape[2], position_ids, unknown)
+        _check_continues(layer, key.shape[2], position_ids, unknown)
     tokens = layer.columns_seen + key.shape[2]
     # Some models (PhiMoE, Moshi) tell the window to their mask function and transformers' cache
     # alone; neither has a say here.
@@ -272,16 +272,24 @@ def _check_inference(module: torch.nn.Module, dropout: float) -> None:
         raise NotImplementedError("H2OCache: attention must be causal, got is_causal=False")
 
 
-def _check_continues(seen: int, num_new: int, position_ids: Tensor | None, unknown: bool) -> None:
+def _check_continues(
+    layer: H2OLayer, num_new: int, position_ids: Tensor | None, unknown: bool
+) -> None:
     """Refuse a conversation that comes again from its start, as if the cache were empty.
 
     transformers 5.24 passes the whole input when assisted decoding begins with a cache that has
-    seen tokens. Then the last of more tokens than were seen has a position within this forward.
-    `unknown`: the model has positions but does not pass them on.
+    seen tokens. Then the last of more tokens than were seen has a position within this forward, and
+    position 0 comes again in a row that has seen tokens. `unknown`: the model has positions but does
+    not pass them on.
     """
+    seen = layer.columns_seen
     if not 0 < seen < num_new:
         return
-    if unknown or (position_ids is not None and position_ids[..., -1].max() < num_new):
+    again = unknown
+    if position_ids is not None and layer.tokens_seen is not None:
+        starts = (position_ids == 0).any(-1) & (layer.tokens_seen > 0).to(position_ids.device)
+        again = bool(starts.any() & (position_ids[..., -1].max() < num_new))
+    if again:
         where = (
             "and this model does not say where they begin"
             if unknown

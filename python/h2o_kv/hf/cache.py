@@ -185,7 +185,7 @@ class H2OCache(Cache):  # type: ignore[misc]
                 )
             rolling = Rolling(config)
         self._settings = Settings(
-            model=config,
+            model=config if rolling is not None else decoder,
             config=decoder,
             policy=policy,
             prefill=prefill,
@@ -267,7 +267,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         """Every `set_budget` since the cache was empty, from the oldest to the latest."""
         events = list(self._budget_events)
         if events:
-            events[-1] = replace(events[-1], held_at=self.layers[-1].held_at)
+            events[-1] = replace(events[-1], held_at=self.layers[-1].last_complete().held_at)
         return events
 
     def set_budget(
@@ -345,9 +345,9 @@ class H2OCache(Cache):  # type: ignore[misc]
         if max_evictions_per_step is not None:
             most = f"{name}: max_evictions_per_step"
             max_evictions_per_step = _count(most, max_evictions_per_step)
-            if max_evictions_per_step < 2:
+            if not 2 <= max_evictions_per_step < 2**31:
                 raise ValueError(
-                    f"{most} must be >= 2, one of which makes room for the new token, got "
+                    f"{most} must be in 2..{2**31 - 1}, one of which makes room for the new token, got "
                     f"{max_evictions_per_step}"
                 )
         for layer in self.layers:
@@ -481,6 +481,8 @@ class H2OCache(Cache):  # type: ignore[misc]
             More tokens would be removed than max_rollback, or than are recorded since the prompt.
             Nothing is changed.
         """
+        name = "H2OCache.crop: tokens_to_remove"
+        tokens_to_remove = _count(name, tokens_to_remove)
         self._settle()
         self._check_in_step()
         for layer in self.layers:
@@ -504,7 +506,7 @@ class H2OCache(Cache):  # type: ignore[misc]
 
         Raises
         ------
-        IndexError
+        TypeError, IndexError
             There is no such row. Nothing has changed.
         """
         self._check_rows("reorder_cache: beam_idx", beam_idx)
@@ -532,26 +534,32 @@ class H2OCache(Cache):  # type: ignore[misc]
 
         Raises
         ------
-        IndexError
+        TypeError, IndexError
             There is no such row. Nothing has changed.
         """
-        self._check_rows("batch_select_indices: indices", indices)
+        self._check_rows("batch_select_indices: indices", indices, may_be_bool=True)
         with self._as_a_whole("batch_select_indices"):
             super().batch_select_indices(indices)
 
-    def _check_rows(self, argument: str, index: Tensor) -> None:
-        """Refuse rows that there are not, where the host can look."""
+    def _check_rows(self, argument: str, index: Any, *, may_be_bool: bool = False) -> None:
+        """Refuse what is no index of rows, and rows that there are not where the host can look."""
+        kinds = (torch.int32, torch.int64, *([torch.bool] if may_be_bool else []))
+        if not isinstance(index, Tensor) or index.dtype not in kinds:
+            got = index.dtype if isinstance(index, Tensor) else repr(index)
+            names = ", ".join(map(str, kinds))
+            raise TypeError(f"H2OCache.{argument} must be a tensor of {names}, got {got}")
+        if index.ndim != 1:
+            raise IndexError(f"H2OCache.{argument} must be [rows], got {list(index.shape)}")
         layer = self.layers[0]
-        if not layer.is_initialized or index.device.type != "cpu":
+        if not layer.is_initialized:
             return
         num_rows = layer.batch_size
         if index.dtype == torch.bool:
-            if index.shape != (num_rows,):
+            if len(index) != num_rows:
                 raise IndexError(
-                    f"H2OCache.{argument} must have one bool a row = {num_rows}, got "
-                    f"{list(index.shape)}"
+                    f"H2OCache.{argument} must have one bool a row = {num_rows}, got {len(index)}"
                 )
-        elif index.numel() > 0 and not bool(((index >= 0) & (index < num_rows)).all()):
+        elif index.device.type == "cpu" and bool(((index < 0) | (index >= num_rows)).any()):
             raise IndexError(
                 f"H2OCache.{argument} must be in 0..{num_rows - 1}, got {index.tolist()}"
             )
@@ -635,6 +643,8 @@ class H2OCache(Cache):  # type: ignore[misc]
         pairs = list(zip(self.layers, other.layers, strict=True))
         for layer, source_layer in pairs:
             layer.check_insertion(source_layer, source)
+        if other is self and row == source:
+            return
         with self._as_a_whole("insert"), torch.inference_mode(False), torch.no_grad():
             for layer, source_layer in pairs:
                 layer.insert_row(row, source_layer, source)
@@ -698,7 +708,9 @@ class H2OCache(Cache):  # type: ignore[misc]
         settings = self._settings
         options = settings.options()
         copy = H2OCache(settings.model, settings.policy, compileable=self.compileable, **options)
+        copy._settings = settings  # With the angles that this one has.
         for layer, source in zip(copy.layers, self.layers, strict=True):
+            layer.settings = settings
             layer.share(source)
             if n > 1:
                 layer.batch_repeat_interleave(n)

@@ -21,6 +21,7 @@ from h2o_kv.hf.masks import real_tokens
 from h2o_kv.hf.memory import Variable
 from h2o_kv.hf.progress import Copies, Progress, Room, StepRoom, Undo
 from h2o_kv.hf.rollback import RollbackMemory
+from h2o_kv.hf.rolling import ranks_needed
 from h2o_kv.hf.settings import Settings, model_shape
 
 __all__ = ["LAYER_ATTRIBUTE", "H2OLayer"]
@@ -236,7 +237,7 @@ class H2OLayer(RollbackMemory):
             alibi_slopes=self._alibi_slopes,
             row_budget=self.row_budget,
             **into,
-            **self._angles(new.key.shape[2], chunk),
+            **self._angles(new, chunk),
         )
         output: Tensor
         if atomic:
@@ -249,18 +250,22 @@ class H2OLayer(RollbackMemory):
         self.tokens_seen.add_(new.added)
         return output
 
-    def _angles(self, num_new: int, chunk: int) -> dict[str, Tensor]:
+    def _angles(self, new: _NewTokens, chunk: int) -> dict[str, Tensor]:
         """What h2o_attention_decode rotates by, with positions="rolling"."""
         rolling = self.settings.rolling
         if rolling is None:
             return {}
         assert self.keys is not None
+        assert self.positions is not None
         capacity = self.keys.shape[2]
-        num_ranks = capacity + min(chunk, num_new)
-        if num_ranks > rolling.context or rolling.follows_length:  # Slots may be empty yet.
+        num_ranks = capacity + min(chunk, new.key.shape[2])
+        if num_ranks > rolling.context or rolling.follows_length:
+            # Slots may be empty yet, and columns padding: the device is asked.
+            kept = (self.positions >= 0).sum(-1).amax(1).tolist()
+            added = _count_real(new.position).tolist()
             num_ranks = max(
-                min(self.columns_seen + i, capacity) + min(chunk, num_new - i)
-                for i in range(0, max(num_new, 1), chunk)
+                (ranks_needed(*row, chunk, capacity) for row in zip(kept, added, strict=True)),
+                default=1,
             )
         return rolling.by_rank(num_ranks, self.keys)
 
@@ -269,7 +274,7 @@ class H2OLayer(RollbackMemory):
         num_new, state = new.key.shape[2], self.step_state()
         if self.row_target is not None or num_new >= state.keys.shape[2]:
             return Copies.of(state)
-        if num_new > 1:
+        if num_new != 1:
             return Room.of(state, new.key)
         room = self.step_room
         if room is None or not room.fits(self):
@@ -446,6 +451,7 @@ class H2OLayer(RollbackMemory):
         entries = tokens.journal.entries
         self.last_evicted = entries[-1].forwards[-1].evicted if entries else None
         self.columns_seen = columns_seen
+        self._in_prompt = self._in_prompt or columns_seen == 0
         self.journal = tokens.journal
 
     # ---- Allocation.
@@ -529,9 +535,7 @@ class H2OLayer(RollbackMemory):
         """Forget everything, budgets of ratios included; memory that is not shared stays allocated."""
         self._progress.undo.pop(self.layer_idx, None)
         if self._hold is not None and not self._hold.owns:
-            self._let_go()  # What others hold is left to them.
-            self.keys = self.values = self.scores = self.positions = self.tokens_seen = None
-            self.is_initialized = False
+            self.let_go()
         self.own()
         self.columns_seen = 0
         self.budget = None

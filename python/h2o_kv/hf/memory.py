@@ -187,8 +187,9 @@ class LayerMemory(SharableMemory):
                 shape = (*old.shape[:2], capacity, *old.shape[3:])
                 resized[name] = old.new_full(shape, -1 if name == "positions" else 0)
                 resized[name][:, :, :former] = old
-        for name, tensor in resized.items():
-            setattr(self, name, tensor)
+        # At once, since an interrupt must not find sizes that differ.
+        self.__dict__.update({f"_{name}": t for name, t in resized.items()}, step_room=None)
+        self._have_angles()
 
     def _note_tensors(self) -> None:
         """Set what follows from the tensors."""
@@ -198,6 +199,13 @@ class LayerMemory(SharableMemory):
         self.batch_size = keys.shape[0]
         self._one = torch.ones(1, dtype=torch.int32, device=self.device)
         self.is_initialized = True
+        self._have_angles()
+
+    def _have_angles(self) -> None:
+        """With rolling positions, have the angles of decode steps: a compiled step cannot make them."""
+        rolling, keys = self.settings.rolling, self.held("keys")
+        if rolling is not None and keys is not None:
+            rolling.prepare(keys)
 
     def _given_lengths(self, batch: int) -> Sequence[int]:
         lengths = self.settings.prompt_length
@@ -208,6 +216,17 @@ class LayerMemory(SharableMemory):
                 f"H2OCache: prompt_length must have one entry a row = {batch}, got {len(lengths)}"
             )
         return lengths
+
+    def _may_be_in_prompt(self) -> bool:
+        """Whether every row is within its prompt, whose length is known, or nothing was seen."""
+        if self.columns_seen == 0:
+            return True
+        lengths, seen = self.settings.prompt_length, self.tokens_seen
+        if lengths is None or seen is None:
+            return False
+        if isinstance(lengths, tuple) and len(lengths) != len(seen):
+            return False  # Rows came or went since.
+        return bool((seen.cpu() < torch.tensor(lengths)).all())
 
     # ---- Rows.
 
@@ -416,7 +435,7 @@ class LayerMemory(SharableMemory):
         """Go on with these tensors of `moved`; what `crop` could undo is forgotten."""
         if not tensors:
             return
-        self._let_go()
+        self.let_go()
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
         if self.journal is not None:
@@ -433,10 +452,7 @@ class LayerMemory(SharableMemory):
         self.budget = state.budget
         self._aim(self.row_target)
         self._window = state.window
-        # Where its length is known, the next forward finds out by itself.
-        self._in_prompt = self.journal is not None and (
-            not state.columns_seen or self.settings.prompt_length is not None
-        )
+        self._in_prompt = self.journal is not None and self._may_be_in_prompt()
         if self.keys is not None:
             with torch.inference_mode(False):
                 self._note_tensors()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ROLLING_MODELS", "Rolling"]
+__all__ = ["ROLLING_MODELS", "Rolling", "ranks_needed"]
 
 # Models in which one rotary module serves all layers, the halves of a head are turned together, and
 # nothing happens to queries and keys between their rotation and attention.
@@ -54,11 +54,14 @@ class Rolling:
                 f'H2OCache: positions="rolling" needs a model of {ROLLING_MODELS}, got '
                 f'"{config.model_type}"'
             )
-        (self._rotary,) = (
-            module
-            for module in model.modules()
-            if type(module).__name__.endswith("RotaryEmbedding")
-        )
+        decoder = model.get_decoder() or model
+        found = [m for m in decoder.modules() if type(m).__name__.endswith("RotaryEmbedding")]
+        if len(found) != 1:
+            raise ValueError(
+                'H2OCache: positions="rolling" needs a model with one rotary embedding, got '
+                f"{len(found)} in {type(decoder).__name__}"
+            )
+        self._rotary = found[0]
         self.context: int = config.max_position_embeddings
         rope_type = getattr(self._rotary, "rope_type", "default")
         self.follows_length = "dynamic" in rope_type or rope_type == "longrope"
@@ -94,6 +97,8 @@ class Rolling:
                 'H2OCache: the model must tell its position_ids to attention with positions="rolling", '
                 "got None"
             )
+        if key.shape[2] == 0:
+            return query, key
         if first or self._undoing is None or self._undoing[0] is not position_ids:
             cos, sin = (_half(angle) for angle in self._rotary(key, position_ids))
             norm = cos.square() + sin.square()  # Not 1 where scaled, or rounded to 16 bits.
@@ -107,6 +112,11 @@ class Rolling:
             )
         _, index, cos, sin = self._undoing
         return _rotate(query, index, cos, sin), _rotate(key, index, cos, sin)
+
+    def prepare(self, like: Tensor) -> None:
+        """Have the angles of decode steps on a cache of these keys, and of some more tokens at once."""
+        if not self.follows_length:
+            self.by_rank(max(1, min(2 * like.shape[2], self.context)), like)
 
     def by_rank(self, num_ranks: int, like: Tensor) -> dict[str, Tensor]:
         """Angles of at least `num_ranks` ranks, as h2o_attention_decode takes them beside `like`.
@@ -147,3 +157,9 @@ def _half(angles: Tensor) -> Tensor:
     """Those of the pairs: the second half repeats the first. In float32, or float64 if they are."""
     pairs = angles.shape[-1] // 2
     return angles[..., :pairs].to(torch.promote_types(angles.dtype, torch.float32))
+
+
+def ranks_needed(kept: int, num_new: int, chunk: int, capacity: int) -> int:
+    """How many ranks a row takes that keeps `kept` tokens while `num_new` join, `chunk` at a time."""
+    starts = range(0, max(num_new, 1), chunk)
+    return max(min(kept + i, capacity) + min(chunk, num_new - i) for i in starts)

@@ -131,6 +131,8 @@ class SharableMemory(CacheLayerMixin):  # type: ignore[misc]
     last_evicted = SharedTensor()
     journal: Journal | None
     _hold: Hold | None = None  # While they are shared.
+    # What undoes a step (rollback.py), made for the tensors of slots that there are.
+    step_room: Any = None
 
     def held(self, name: str) -> Tensor | None:
         """A tensor of slots as it lies in memory; while it is shared, with rows of others."""
@@ -144,13 +146,14 @@ class SharableMemory(CacheLayerMixin):  # type: ignore[misc]
 
     def _share_slots(self, other: SharableMemory) -> None:
         """Hold what `other` has in its slots."""
-        if other._hold is None:
+        hold = other._hold
+        if hold is None:
             tensors = {name: getattr(other, name) for name in _SHARED}
             hold = Hold({name: tensor for name, tensor in tensors.items() if tensor is not None})
-            for name in _SHARED:
-                setattr(other, name, None)
-            other._hold = hold
-        self._hold = other._hold.another()
+            # At once, as in own().
+            nothing = {f"_{name}": None for name in _SHARED}
+            other.__dict__.update(nothing, _hold=hold, step_room=None)
+        self._hold = hold.another()
 
     def own(self) -> None:
         """Have the memory of slots to itself: a copy of its rows, unless nobody else holds them."""
@@ -165,14 +168,18 @@ class SharableMemory(CacheLayerMixin):  # type: ignore[misc]
                 journal = None if journal is None else journal.map(hold.copied)
         # At once: an interrupt finds the layer shared, or with memory of its own.
         own = {f"_{name}": tensor for name, tensor in tensors.items()}
-        self.__dict__.update(own, _hold=None, journal=journal)
+        self.__dict__.update(own, _hold=None, journal=journal, step_room=None)
         hold.end()
 
-    def _let_go(self) -> None:
-        """End the share, if there is one."""
-        if self._hold is not None:
-            self._hold.end()
-            self._hold = None
+    def let_go(self) -> None:
+        """Give up what the layer has in its slots; who else holds it keeps it."""
+        hold = self._hold
+        nothing = {f"_{name}": None for name in _SHARED}
+        self.__dict__.update(
+            nothing, _hold=None, tokens_seen=None, step_room=None, is_initialized=False
+        )
+        if hold is not None:
+            hold.end()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which share nothing."""

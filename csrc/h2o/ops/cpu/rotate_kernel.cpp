@@ -1,7 +1,6 @@
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <array>
@@ -54,12 +53,6 @@ void rotate_rows(const at::Tensor& input, const at::Tensor& index, const at::Ten
 at::Tensor rotate(const RotateCall& call) {
   const at::Tensor input = readable_input(call.input, {});
   const at::Tensor index = call.index.to(at::kInt).contiguous();
-  if (index.numel() > 0) {
-    const auto largest = index.max().item<int32_t>();
-    TORCH_CHECK(largest < call.cos.size(0),
-                "h2o_rotate: index must be < the rows of cos = ", call.cos.size(0), ", got ",
-                largest);
-  }
   const at::Tensor cos = call.cos.contiguous(), sin = call.sin.contiguous();
   at::Tensor output = at::empty(call.input.sizes(), call.input.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "h2o_rotate",
@@ -111,8 +104,19 @@ at::Tensor rank(const at::Tensor& positions) {
   return result;
 }
 
+// What is called from outside: decode_rolling has looked at its ranks before.
+static at::Tensor rotate_checked(const RotateCall& call) {
+  if (call.index.numel() > 0) {
+    const auto largest = call.index.max().item<int64_t>();
+    TORCH_CHECK(largest < call.cos.size(0),
+                "h2o_rotate: index must be < the rows of cos = ", call.cos.size(0), ", got ",
+                largest);
+  }
+  return rotate(call);
+}
+
 static const Registration registration(c10::DispatchKey::CPU, [](torch::Library& m) {
-  m.impl("h2o_rotate", &rotate_entry<rotate>);
+  m.impl("h2o_rotate", &rotate_entry<rotate_checked>);
 });
 
 }  // namespace h2o::cpu

@@ -165,7 +165,8 @@ def generate_many(
     batch = H2OCache(model, policy, prompt_length=longest, **options)
     if eos_token_id is None:
         eos_token_id = model.generation_config.eos_token_id
-    loop = _Batch(model, batch, policy, options, token_ids(eos_token_id), batch_size)
+    empty = H2OCache(model, policy, **options)
+    loop = _Batch(model, batch, empty, token_ids(eos_token_id), batch_size)
     return loop.run(enumerate(requests))
 
 
@@ -176,13 +177,12 @@ class _Batch:
         self,
         model: Any,
         cache: H2OCache,
-        policy: EvictionPolicy,
-        options: dict[str, Any],
+        empty: H2OCache,
         eos: frozenset[int],
         batch_size: int,
     ) -> None:
-        self.model, self.cache, self.policy, self.options = model, cache, policy, options
-        self.eos = eos
+        self.model, self.cache, self.eos = model, cache, eos
+        self.empty = empty  # Of which each prompt takes a fork.
         self.rows: list[_Running | None] = [None] * batch_size
         self.has_alibi = model.config.model_type in ALIBI_MODELS
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -202,7 +202,7 @@ class _Batch:
         """Put the next request that needs more than its first token into a free row."""
         for index, request in requests:
             running = self._start(index, request)
-            cache = H2OCache(self.model, self.policy, **self.options)
+            cache = self.empty.fork(1)
             running.add(self._forward(running.ids, cache)[:, -1])
             done = running.completion(self.eos)
             if done is not None:

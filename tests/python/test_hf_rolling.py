@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -555,10 +558,17 @@ def test_a_step_compiles_after(change: str, tmp_path: Path) -> None:
     torch._dynamo.reset()
 
 
-def test_a_model_is_held_by_rolling_caches_only() -> None:
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+def test_no_cache_holds_its_model(positions: str) -> None:
     model = tiny_model("llama")
-    assert H2OCache(model, POLICY)._settings.model is model.config
-    assert rolling_cache(model)._settings.model is model
+    cache = H2OCache(model, POLICY, positions=positions)
+    forward(model, tokens(1, 12), cache)
+    forks = [cache.fork(1), copy.deepcopy(cache)]
+    gone, of_model = weakref.ref(model), model.num_parameters() * 4
+    del model
+    gc.collect()
+    assert gone() is None
+    assert all(len(pickle.dumps(one)) < of_model / 2 for one in (cache, *forks))
 
 
 # ---- What is refused.

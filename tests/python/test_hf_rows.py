@@ -291,8 +291,7 @@ def test_the_batch_has_the_memory_of_its_rows_whatever_passes_through() -> None:
     batch = h2o_kv.serve._Batch(
         model,
         H2OCache(model.config, SMALL),
-        SMALL,
-        {"prefill": "one_shot", "prefill_chunk": 64, "dtype": None},
+        H2OCache(model.config, SMALL),
         frozenset(),
         3,
     )

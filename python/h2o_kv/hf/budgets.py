@@ -177,10 +177,9 @@ class MovableBudget(LayerMemory):
         if self.journal is not None:
             self.journal = self.journal.cleared()
         self.own()
-        assert self.positions is not None
         with torch.inference_mode(False), torch.no_grad():
-            held = (self.positions >= 0).sum(-1).amax(1).tolist()
-            above = [max(0, n - budget.total) for n, budget in zip(held, budgets, strict=True)]
+            kept = zip(self.most_kept(), budgets, strict=True)
+            above = [max(0, n - budget.total) for n, budget in kept]
             surplus = above if per_step else [0] * len(above)
             in_force = [
                 Budget(num_sink=sink, num_heavy=heavy + more, num_recent=recent)

@@ -22,6 +22,7 @@ from h2o_kv._C import Budget, EvictionPolicy
 from h2o_kv.hf import session
 from h2o_kv.hf.budgets import BudgetEvent, requested_budgets
 from h2o_kv.hf.layer import H2OLayer
+from h2o_kv.hf.memory import check_alike
 from h2o_kv.hf.progress import Progress
 from h2o_kv.hf.rolling import Rolling
 from h2o_kv.hf.settings import ATTENTION_NAME, Settings, model_shape
@@ -184,8 +185,7 @@ class H2OCache(Cache):  # type: ignore[misc]
                     f"embedding is undone, got {type(config).__name__}; H2OCache(model, ...)"
                 )
             rolling = Rolling(config)
-        self._settings = Settings(
-            model=config if rolling is not None else decoder,
+        settings = Settings(
             config=decoder,
             policy=policy,
             prefill=prefill,
@@ -198,12 +198,15 @@ class H2OCache(Cache):  # type: ignore[misc]
             max_positions=getattr(decoder, _LEARNED_POSITIONS.get(decoder.model_type, ""), None),
             whole_masks=_builds_whole_masks(decoder),
         )
+        self._begin(settings, compileable)
+
+    def _begin(self, settings: Settings, compileable: bool) -> None:
+        """Be an empty cache of these settings."""
+        self._settings = settings
         self._budget_events: list[BudgetEvent] = []
-        num_layers = decoder.num_hidden_layers
+        num_layers = settings.config.num_hidden_layers
         self._progress = Progress(num_layers)
-        super().__init__(
-            layers=[H2OLayer(self._settings, self._progress, i) for i in range(num_layers)]
-        )
+        super().__init__(layers=[H2OLayer(settings, self._progress, i) for i in range(num_layers)])
         self.compileable = compileable
 
     def __repr__(self) -> str:
@@ -622,15 +625,10 @@ class H2OCache(Cache):  # type: ignore[misc]
                 model_shape(self._settings.config),
                 model_shape(other._settings.config),
             ),
-            "gqa_reduce": (self.policy.gqa_reduce, other.policy.gqa_reduce),
-            "positions": (self.positions, other.positions),
+            "gqa_reduce": (repr(self.policy.gqa_reduce), repr(other.policy.gqa_reduce)),
+            "positions": (repr(self.positions), repr(other.positions)),
         }
-        for name, (mine, theirs) in facts.items():
-            if mine != theirs:
-                raise ValueError(
-                    f"H2OCache.insert: {name} of both caches must be the same, got {mine!r} here and "
-                    f"{theirs!r} in other"
-                )
+        check_alike(facts)
         for name, cache in (("this cache", self), ("other", other)):
             if cache.budgets is None:
                 raise ValueError(
@@ -705,12 +703,9 @@ class H2OCache(Cache):  # type: ignore[misc]
         if n < 1:
             raise ValueError(f"H2OCache.fork: n must be >= 1, got {n}")
         self._settle()
-        settings = self._settings
-        options = settings.options()
-        copy = H2OCache(settings.model, settings.policy, compileable=self.compileable, **options)
-        copy._settings = settings  # With the angles that this one has.
+        copy = H2OCache.__new__(H2OCache)
+        copy._begin(self._settings, self.compileable)
         for layer, source in zip(copy.layers, self.layers, strict=True):
-            layer.settings = settings
             layer.share(source)
             if n > 1:
                 layer.batch_repeat_interleave(n)

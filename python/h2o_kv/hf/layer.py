@@ -256,17 +256,12 @@ class H2OLayer(RollbackMemory):
         if rolling is None:
             return {}
         assert self.keys is not None
-        assert self.positions is not None
         capacity = self.keys.shape[2]
         num_ranks = capacity + min(chunk, new.key.shape[2])
         if num_ranks > rolling.context or rolling.follows_length:
             # Slots may be empty yet, and columns padding: the device is asked.
-            kept = (self.positions >= 0).sum(-1).amax(1).tolist()
-            added = _count_real(new.position).tolist()
-            num_ranks = max(
-                (ranks_needed(*row, chunk, capacity) for row in zip(kept, added, strict=True)),
-                default=1,
-            )
+            rows = zip(self.most_kept(), _count_real(new.position).tolist(), strict=True)
+            num_ranks = max((ranks_needed(*row, chunk, capacity) for row in rows), default=1)
         return rolling.by_rank(num_ranks, self.keys)
 
     def _room(self, new: _NewTokens) -> Room | Copies | StepRoom:

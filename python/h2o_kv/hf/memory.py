@@ -6,7 +6,7 @@ Whatever moves a slot or a row moves all of its parts together; the step itself 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from h2o_kv.hf.journal import State
 from h2o_kv.hf.settings import Settings
 from h2o_kv.hf.sharing import SLOT_STATE, SharableMemory
 
-__all__ = ["STATE_TENSORS", "LayerMemory", "LayerState", "Variable"]
+__all__ = ["STATE_TENSORS", "LayerMemory", "LayerState", "Variable", "check_alike"]
 
 # Tensors of a layer with one entry a row, and all: the one that every step makes anew, too.
 _ROW_STATE = (*SLOT_STATE, "tokens_seen", "row_budget", "row_target")
@@ -109,6 +109,12 @@ class LayerMemory(SharableMemory):
         """Slots of each row and KV head."""
         positions = self.held("positions")
         return None if positions is None else positions.shape[2]
+
+    def most_kept(self) -> list[int]:
+        """Tokens that each row keeps, in the KV head that keeps most; asks the device."""
+        assert self.positions is not None
+        kept: list[int] = (self.positions >= 0).sum(-1).amax(1).tolist()
+        return kept
 
     # ---- Allocation.
 
@@ -365,12 +371,7 @@ class LayerMemory(SharableMemory):
             "dtype": (keys.dtype, other_keys.dtype),
             "device": (keys.device, other_keys.device),
         }
-        for name, (mine, theirs) in facts.items():
-            if mine != theirs:
-                raise ValueError(
-                    f"H2OCache.insert: {name} of both caches must be the same, got {mine} here and "
-                    f"{theirs} in other, layer {self.layer_idx}"
-                )
+        check_alike(facts, f", layer {self.layer_idx}")
         budget, capacity = other.budget_in_force(source), keys.shape[2]
         if budget.total > capacity:
             raise ValueError(
@@ -456,6 +457,16 @@ class LayerMemory(SharableMemory):
         if self.keys is not None:
             with torch.inference_mode(False):
                 self._note_tensors()
+
+
+def check_alike(facts: Mapping[str, tuple[Any, Any]], where: str = "") -> None:
+    """Refuse an insertion unless each fact, (here, in the other cache), is the same."""
+    for name, (mine, theirs) in facts.items():
+        if mine != theirs:
+            raise ValueError(
+                f"H2OCache.insert: {name} of both caches must be the same, got {mine} here and "
+                f"{theirs} in other{where}"
+            )
 
 
 def _front(positions: Tensor, num_slots: int) -> Tensor:

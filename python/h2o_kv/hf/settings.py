@@ -32,7 +32,6 @@ _MODEL_SHAPE = (
 class Settings:
     """What all layers of a cache share and nothing changes."""
 
-    model: Any  # or its config: what the cache was made from
     config: Any
     policy: EvictionPolicy
     prefill: str

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string_view>
+#include <vector>
+
+#include "llm/decoder.h"
+#include "llm/decoder_cache.h"
+#include "llm/decoder_config.h"
+
+namespace h2o::llm {
+
+struct GenerateOptions {
+  CacheOptions cache;
+  int64_t max_new_tokens = 128;  // of each row, >= 1
+  double temperature = 0.0;      // as Sampler
+  double top_p = 1.0;
+  int64_t seed = 0;  // of row 0; row r draws from seed + r
+  bool ignore_eos = false;
+};
+
+enum class FinishReason { kLength, kEos };
+// "length" or "eos".
+std::string_view to_string(FinishReason reason);
+
+// What is told while generate() runs; each may be empty.
+struct GenerateEvents {
+  std::function<void(int64_t tokens, int64_t of)> prefill;  // prompt tokens that have passed
+  std::function<void(int64_t row, int64_t index, int64_t token)> token;
+  std::function<void(int64_t row, FinishReason)> end;
+};
+
+struct GenerateResult {
+  std::vector<std::vector<int64_t>> tokens;  // new ones, of each row
+  std::vector<FinishReason> finish_reasons;
+  double prefill_s = 0;              // seconds until the first tokens are chosen
+  std::vector<double> step_ms;       // milliseconds of every later step, choice of tokens included
+  std::vector<int64_t> tokens_kept;  // as DecoderCache has them at the end
+  int64_t kv_bytes = 0;
+};
+
+// Continues each of `prompts` (token ids, at least one each) until an end-of-text token or
+// max_new_tokens. Rows of different lengths run together, and none differs from what it would be
+// alone; one that has ended is padding. A streaming prefill cuts every row at the same places as if
+// it were alone. Throws std::invalid_argument, before anything runs, where an argument is out of
+// range or the model has no position for so many tokens.
+GenerateResult generate(Decoder& decoder, const DecoderConfig& config,
+                        const std::vector<std::vector<int64_t>>& prompts,
+                        const GenerateOptions& options, const at::TensorOptions& tensor_options,
+                        const GenerateEvents& events = {});
+
+}  // namespace h2o::llm

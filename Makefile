@@ -23,6 +23,8 @@ export H2O_BUILD_DIR := $(abspath $(BUILD))
 export MAX_JOBS := $(JOBS)
 # The CUDA operators on the CPU, which make test-cpp builds.
 export H2O_EMULATED_LIBRARY := $(H2O_BUILD_DIR)/tests/cuda_emulation/libh2o_emulated.so
+# The C++ program that the Python tests run beside transformers.
+export H2O_GENERATE := $(H2O_BUILD_DIR)/h2o-generate
 export CMAKE_ARGS := -DH2O_WERROR=ON $(CMAKE_ARGS)
 # pip-installed cmake and ninja come first.
 export PATH := $(abspath $(BIN)):$(PATH)

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/log_softmax.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -122,9 +123,15 @@ class Rows {
     for (size_t row = 0; row < tokens_.size(); ++row) {
       if (reasons_[row]) continue;
       const int64_t token = samplers_[row].choose(logits[row]);
+      std::optional<double> logprob;
+      if (options_.logprobs) {
+        logprob = at::log_softmax(logits[row], -1, at::kFloat)[token].item<double>();
+      }
       tokens_[row].push_back(token);
       const auto count = static_cast<int64_t>(tokens_[row].size());
-      if (events_.token) events_.token(row, count - 1, token);
+      if (events_.token) {
+        events_.token({static_cast<int64_t>(row), count - 1, token, logprob});
+      }
       const auto& eos = config_.eos_token_ids;
       if (!options_.ignore_eos && std::find(eos.begin(), eos.end(), token) != eos.end()) {
         reasons_[row] = FinishReason::kEos;
@@ -191,10 +198,12 @@ GenerateResult generate(Decoder& decoder, const DecoderConfig& config, const Pro
   auto start = std::chrono::steady_clock::now();
   rows.choose(decoder.logits(prefill(decoder, cache, prompts, options.cache, device, events)));
   result.prefill_s = seconds_since(start);
+  if (events.cache) events.cache(cache);
   while (rows.any_left()) {
     start = std::chrono::steady_clock::now();
     rows.choose(decoder.logits(decoder.forward(rows.newest(device), cache).select(1, 0)));
     result.step_ms.push_back(1000 * seconds_since(start));
+    if (events.cache) events.cache(cache);
   }
   rows.finish(result);
   result.tokens_kept = cache.tokens_kept();

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -18,17 +19,25 @@ struct GenerateOptions {
   double top_p = 1.0;
   int64_t seed = 0;  // of row 0; row r draws from seed + r
   bool ignore_eos = false;
+  bool logprobs = false;
 };
 
 enum class FinishReason { kLength, kEos };
 // "length" or "eos".
 std::string_view to_string(FinishReason reason);
 
+struct ChosenToken {
+  int64_t row, index;  // index counts the new tokens of the row
+  int64_t id;
+  std::optional<double> logprob;  // natural, of the model's own distribution, if it was asked for
+};
+
 // What is told while generate() runs; each may be empty.
 struct GenerateEvents {
   std::function<void(int64_t tokens, int64_t of)> prefill;  // prompt tokens that have passed
-  std::function<void(int64_t row, int64_t index, int64_t token)> token;
+  std::function<void(const ChosenToken&)> token;
   std::function<void(int64_t row, FinishReason)> end;
+  std::function<void(const DecoderCache&)> cache;  // after the prefill and after every step
 };
 
 struct GenerateResult {

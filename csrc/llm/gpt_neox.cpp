@@ -27,7 +27,7 @@ GptNeoX::GptNeoX(const DecoderConfig& config, const Weights& weights)
     });
   }
   head_ = config.tied_embeddings
-              ? Linear{embedding_, {}}
+              ? Linear(embedding_)
               : Linear::load(weights, "embed_out", config.vocab_size, hidden, false);
 }
 

@@ -3,6 +3,9 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 
 #include <algorithm>
 #include <array>
@@ -154,6 +157,9 @@ void run(const h2o::llm::Arguments& arguments) {
   const auto [dtype_name, dtype] = parse_dtype(arguments.config.model.dtype, config);
   const at::Device device = parse_device(run.device);
   const auto decoder = h2o::llm::load_decoder(arguments.model, config, dtype, device);
+#if defined(__GLIBC__)
+  malloc_trim(0);  // what loading freed is more than a cache takes
+#endif
   const std::chrono::duration<double> load = std::chrono::steady_clock::now() - start;
 
   h2o::llm::GenerateOptions options;

@@ -1,7 +1,10 @@
 #include "llm/layers.h"
 
+#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
@@ -21,9 +24,41 @@
 namespace h2o::llm {
 namespace {
 
-std::optional<at::Tensor> given(const at::Tensor& tensor) {
-  return tensor.defined() ? std::optional(tensor) : std::nullopt;
-}
+// The operators by which torch.compile reaches oneDNN's own weight layouts; null where this PyTorch
+// or this CPU has none for a dtype.
+struct OneDnn {
+  using Pack = at::Tensor(const at::Tensor&, std::optional<int64_t>);
+  using Apply = at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                           std::string_view, c10::List<std::optional<at::Scalar>>,
+                           std::optional<std::string_view>);
+
+  c10::TypedOperatorHandle<Pack> pack;
+  c10::TypedOperatorHandle<Apply> apply;
+  bool has_bfloat16;
+
+  static const OneDnn* find() {
+    static const std::optional<OneDnn> found = []() -> std::optional<OneDnn> {
+      if (!at::hasMKLDNN()) return std::nullopt;
+      try {
+        auto& dispatcher = c10::Dispatcher::singleton();
+        const auto has_bfloat16 =
+            dispatcher.findSchemaOrThrow("mkldnn::_is_mkldnn_bf16_supported", "").typed<bool()>();
+        return OneDnn{
+            dispatcher.findSchemaOrThrow("mkldnn::_reorder_linear_weight", "").typed<Pack>(),
+            dispatcher.findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Apply>(),
+            has_bfloat16.call()};
+      } catch (const c10::Error&) {  // not part of PyTorch's promises
+        return std::nullopt;
+      }
+    }();
+    return found ? &*found : nullptr;
+  }
+
+  bool serves(const at::Tensor& weight) const {
+    const auto dtype = weight.scalar_type();
+    return weight.is_cpu() && (dtype == at::kFloat || (dtype == at::kBFloat16 && has_bfloat16));
+  }
+};
 
 // The slow angles divided by the factor, the fast ones as they are, and between them by degrees
 // (The Llama 3 Herd of Models, arXiv 2407.21783; transformers' _compute_llama3_parameters).
@@ -40,24 +75,45 @@ at::Tensor stretch_llama3(const at::Tensor& frequencies, const RopeConfig& confi
 
 }  // namespace
 
+Linear::Linear(const at::Tensor& weight, const at::Tensor& bias) : weight_(weight) {
+  if (bias.defined()) bias_ = bias;
+  const OneDnn* onednn = OneDnn::find();
+  packed_ = onednn != nullptr && onednn->serves(weight);
+  if (packed_) weight_ = onednn->pack.call(weight, std::nullopt);
+}
+
+Linear Linear::load(const Weights& weights, const std::vector<std::string>& names,
+                    const std::vector<int64_t>& outs, int64_t in, bool has_bias) {
+  std::vector<at::Tensor> matrices, biases;
+  for (size_t i = 0; i < names.size(); ++i) {
+    matrices.push_back(weights.take(names[i] + ".weight", {outs[i], in}));
+    if (has_bias) biases.push_back(weights.take(names[i] + ".bias", {outs[i]}));
+  }
+  const Linear linear(matrices.size() == 1 ? matrices[0] : at::cat(matrices),
+                      has_bias ? at::cat(biases) : at::Tensor());
+  weights.drop_pages();  // or a model would be in memory twice while it is loaded
+  return linear;
+}
+
 Linear Linear::load(const Weights& weights, const std::string& name, int64_t out, int64_t in,
                     bool has_bias) {
-  return {weights.take(name + ".weight", {out, in}),
-          has_bias ? weights.take(name + ".bias", {out}) : at::Tensor()};
+  return load(weights, std::vector{name}, {out}, in, has_bias);
 }
 
 at::Tensor Linear::operator()(const at::Tensor& x) const {
-  return at::linear(x, weight, given(bias));
+  if (!packed_) return at::linear(x, weight_, bias_);
+  return OneDnn::find()->apply.call(x, weight_, bias_, "none",
+                                    c10::List<std::optional<at::Scalar>>(), "");
 }
 
 LayerNorm LayerNorm::load(const Weights& weights, const std::string& name, int64_t size, double eps,
                           bool has_weight) {
-  if (!has_weight) return {{}, {}, eps, size};
+  if (!has_weight) return {std::nullopt, std::nullopt, eps, size};
   return {weights.take(name + ".weight", {size}), weights.take(name + ".bias", {size}), eps, size};
 }
 
 at::Tensor LayerNorm::operator()(const at::Tensor& x) const {
-  return at::layer_norm(x, size, given(weight), given(bias), eps);
+  return at::layer_norm(x, size, weight, bias, eps);
 }
 
 RmsNorm RmsNorm::load(const Weights& weights, const std::string& name, int64_t size, double eps) {

@@ -2,7 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "llm/decoder_config.h"
 #include "llm/weights.h"
@@ -10,17 +12,29 @@
 // The pieces that the decoders are made of, each with its weights. Vectors are the last dimension.
 namespace h2o::llm {
 
-struct Linear {
-  at::Tensor weight;  // [out, in]
-  at::Tensor bias;    // [out], or undefined
+// y = x W^T + b. On a CPU that oneDNN serves, the weights are stored in its blocked layout, which a
+// single row of x goes through at the speed of memory.
+class Linear {
+ public:
+  Linear() = default;
+  explicit Linear(const at::Tensor& weight, const at::Tensor& bias = {});  // [out, in], [out]
 
+  // What `names` name, one matrix below the other: they have the same input.
+  static Linear load(const Weights& weights, const std::vector<std::string>& names,
+                     const std::vector<int64_t>& outs, int64_t in, bool has_bias);
   static Linear load(const Weights& weights, const std::string& name, int64_t out, int64_t in,
                      bool has_bias);
+
   at::Tensor operator()(const at::Tensor& x) const;
+
+ private:
+  at::Tensor weight_;  // [out, in], or oneDNN's
+  std::optional<at::Tensor> bias_;
+  bool packed_ = false;
 };
 
 struct LayerNorm {
-  at::Tensor weight, bias;  // [size], or undefined
+  std::optional<at::Tensor> weight, bias;  // [size]
   double eps;
   int64_t size;
 

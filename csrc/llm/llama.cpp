@@ -20,35 +20,37 @@ Llama::Llama(const DecoderConfig& config, const Weights& weights)
     const std::string attention = layer + "self_attn.", mlp = layer + "mlp.";
     layers_.push_back({
         .input_norm = RmsNorm::load(weights, layer + "input_layernorm", hidden, config.norm_eps),
-        .q = Linear::load(weights, attention + "q_proj", q_size, hidden, bias),
-        .k = Linear::load(weights, attention + "k_proj", kv_size, hidden, bias),
-        .v = Linear::load(weights, attention + "v_proj", kv_size, hidden, bias),
+        .qkv = Linear::load(weights,
+                            {attention + "q_proj", attention + "k_proj", attention + "v_proj"},
+                            {q_size, kv_size, kv_size}, hidden, bias),
         .o = Linear::load(weights, attention + "o_proj", hidden, q_size, bias),
         .post_attention_norm =
             RmsNorm::load(weights, layer + "post_attention_layernorm", hidden, config.norm_eps),
-        .gate = Linear::load(weights, mlp + "gate_proj", inner, hidden, mlp_bias),
-        .up = Linear::load(weights, mlp + "up_proj", inner, hidden, mlp_bias),
+        .gate_up = Linear::load(weights, {mlp + "gate_proj", mlp + "up_proj"}, {inner, inner},
+                                hidden, mlp_bias),
         .down = Linear::load(weights, mlp + "down_proj", hidden, inner, mlp_bias),
     });
   }
   head_ = config.tied_embeddings
-              ? Linear{embedding_, {}}
+              ? Linear(embedding_)
               : Linear::load(weights, "lm_head", config.vocab_size, hidden, false);
 }
 
 at::Tensor Llama::forward(const Tokens& tokens, DecoderCache& cache) {
   rotary_.reserve(tokens.num_positions);
+  const int64_t q_heads = config_.num_q_heads, kv_heads = config_.num_kv_heads;
   at::Tensor x = at::embedding(embedding_, tokens.ids);
   for (size_t i = 0; i < layers_.size(); ++i) {
     const Layer& layer = layers_[i];
-    at::Tensor normed = layer.input_norm(x);
-    const at::Tensor q = rotary_(split_heads(layer.q(normed), config_.head_dim), tokens.positions);
-    const at::Tensor k = rotary_(split_heads(layer.k(normed), config_.head_dim), tokens.positions);
-    const at::Tensor v = split_heads(layer.v(normed), config_.head_dim);
-    x = x + layer.o(merge_heads(cache.attend(i, q, k, v, tokens.positions)));
+    const at::Tensor qkv = split_heads(layer.qkv(layer.input_norm(x)), config_.head_dim);
+    const at::Tensor qk = rotary_(qkv.narrow(1, 0, q_heads + kv_heads), tokens.positions);
+    const at::Tensor attention =
+        cache.attend(i, qk.narrow(1, 0, q_heads), qk.narrow(1, q_heads, kv_heads),
+                     qkv.narrow(1, q_heads + kv_heads, kv_heads), tokens.positions);
+    x = x + layer.o(merge_heads(attention));
 
-    normed = layer.post_attention_norm(x);
-    x = x + layer.down(activate(config_.activation, layer.gate(normed)) * layer.up(normed));
+    const auto gate_up = layer.gate_up(layer.post_attention_norm(x)).chunk(2, /*dim=*/-1);
+    x = x + layer.down(activate(config_.activation, gate_up[0]) * gate_up[1]);
   }
   return x;
 }

@@ -20,9 +20,9 @@ class Llama : public Decoder {
  private:
   struct Layer {
     RmsNorm input_norm;
-    Linear q, k, v, o;
+    Linear qkv, o;
     RmsNorm post_attention_norm;
-    Linear gate, up, down;
+    Linear gate_up, down;
   };
 
   DecoderConfig config_;

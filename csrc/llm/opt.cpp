@@ -28,16 +28,13 @@ Opt::Opt(const DecoderConfig& config, const Weights& weights) : config_(config) 
   }
   for (int64_t i = 0; i < config.num_layers; ++i) {
     const std::string layer = root + "layers." + std::to_string(i) + ".";
-    const auto square = [&](const char* name) {
-      return Linear::load(weights, layer + "self_attn." + name, hidden, hidden,
-                          config.attention_bias);
-    };
+    const std::string attention = layer + "self_attn.";
     layers_.push_back({
         .attention_norm = norm(layer + "self_attn_layer_norm"),
-        .q = square("q_proj"),
-        .k = square("k_proj"),
-        .v = square("v_proj"),
-        .out = square("out_proj"),
+        .qkv = Linear::load(weights,
+                            {attention + "q_proj", attention + "k_proj", attention + "v_proj"},
+                            {hidden, hidden, hidden}, hidden, config.attention_bias),
+        .out = Linear::load(weights, attention + "out_proj", hidden, hidden, config.attention_bias),
         .mlp_norm = norm(layer + "final_layer_norm"),
         .fc1 = Linear::load(weights, layer + "fc1", inner, hidden, config.mlp_bias),
         .fc2 = Linear::load(weights, layer + "fc2", hidden, inner, config.mlp_bias),
@@ -45,7 +42,7 @@ Opt::Opt(const DecoderConfig& config, const Weights& weights) : config_(config) 
   }
   if (config.final_norm) final_norm_ = norm(root + "final_layer_norm");
   head_ = config.tied_embeddings
-              ? Linear{embedding_, {}}
+              ? Linear(embedding_)
               : Linear::load(weights, "lm_head", config.vocab_size, narrow, false);
 }
 
@@ -55,13 +52,11 @@ at::Tensor Opt::forward(const Tokens& tokens, DecoderCache& cache) {
   x = x + at::embedding(position_embedding_, tokens.positions + kPositionOffset);
   for (size_t i = 0; i < layers_.size(); ++i) {
     const Layer& layer = layers_[i];
-    const auto heads = [&](const Linear& linear, const at::Tensor& input) {
-      return split_heads(linear(input), config_.head_dim);
-    };
     const bool first = config_.norm_first;
     at::Tensor normed = first ? layer.attention_norm(x) : x;
-    x = x + layer.out(merge_heads(cache.attend(i, heads(layer.q, normed), heads(layer.k, normed),
-                                               heads(layer.v, normed), tokens.positions)));
+    const auto qkv = split_heads(layer.qkv(normed), config_.head_dim).chunk(3, /*dim=*/1);
+    const at::Tensor attention = cache.attend(i, qkv[0], qkv[1], qkv[2], tokens.positions);
+    x = x + layer.out(merge_heads(attention));
     if (!first) x = layer.attention_norm(x);
 
     normed = first ? layer.mlp_norm(x) : x;

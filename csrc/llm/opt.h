@@ -20,7 +20,7 @@ class Opt : public Decoder {
  private:
   struct Layer {
     LayerNorm attention_norm;
-    Linear q, k, v, out;
+    Linear qkv, out;
     LayerNorm mlp_norm;
     Linear fc1, fc2;
   };

@@ -22,9 +22,8 @@
 #include "llm/safetensors.h"
 
 namespace h2o::llm {
-namespace {
 
-// A whole file in memory, private to this process: nothing that is done to the tensors reaches it.
+// A whole file in memory, never written to.
 class MappedFile {
  public:
   explicit MappedFile(const std::filesystem::path& path) {
@@ -37,7 +36,7 @@ class MappedFile {
     const bool known = ::fstat(file, &status) == 0;
     size_ = static_cast<size_t>(status.st_size);
     if (known && size_ > 0) {
-      data_ = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE, file, 0);
+      data_ = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file, 0);
     }
     const int error = errno;
     ::close(file);
@@ -51,12 +50,17 @@ class MappedFile {
   MappedFile& operator=(const MappedFile&) = delete;
 
   char* data() const { return static_cast<char*>(data_); }
+  void drop_pages() const {
+    if (data_ != nullptr) ::madvise(data_, size_, MADV_DONTNEED);
+  }
   std::string_view bytes() const { return {data(), size_}; }
 
  private:
   void* data_ = nullptr;
   size_t size_ = 0;
 };
+
+namespace {
 
 // None for what no layer here is made of: such tensors may lie in the file.
 std::optional<at::ScalarType> scalar_type(std::string_view dtype) {
@@ -108,7 +112,7 @@ Weights::Weights(const std::filesystem::path& folder, at::ScalarType dtype, at::
     : folder_(folder), dtype_(dtype), device_(device) {
   const auto read = [&](const std::string& name) {
     const std::filesystem::path path = folder / name;
-    const auto file = std::make_shared<MappedFile>(path);
+    const auto file = files_.emplace_back(std::make_shared<MappedFile>(path));
     for (const auto& [tensor, stored] : parse_safetensors(file->bytes(), path.string())) {
       const auto type = scalar_type(stored.dtype);
       if (type) tensors_[tensor] = on_mapped(file, stored, *type);
@@ -138,6 +142,10 @@ at::Tensor Weights::take(const std::string& name, at::IntArrayRef shape) const {
                                 Json(tensor.sizes().vec()).dump());
   }
   return tensor.to(device_, dtype_);
+}
+
+void Weights::drop_pages() const {
+  for (const auto& file : files_) file->drop_pages();
 }
 
 }  // namespace h2o::llm

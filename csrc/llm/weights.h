@@ -4,10 +4,13 @@
 
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 namespace h2o::llm {
+
+class MappedFile;
 
 // The tensors of a model folder: model.safetensors, or the files that model.safetensors.index.json
 // names. The files are mapped into memory and read as the tensors are used; other processes with
@@ -22,11 +25,15 @@ class Weights {
   bool has(const std::string& name) const { return tensors_.count(name) != 0; }
   // A tensor that must be there with this shape; else throws std::invalid_argument, which names it.
   at::Tensor take(const std::string& name, at::IntArrayRef shape) const;
+  // Gives the mapped memory that has been read back to the system. What is used again is read
+  // again.
+  void drop_pages() const;
 
  private:
   std::filesystem::path folder_;
   at::ScalarType dtype_;
   at::Device device_;
+  std::vector<std::shared_ptr<MappedFile>> files_;
   std::map<std::string, at::Tensor> tensors_;  // in the file's dtype, on mapped memory
 };
 

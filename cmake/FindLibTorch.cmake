@@ -71,6 +71,9 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   target_include_directories(LibTorch::LibTorch SYSTEM INTERFACE ${LibTorch_INCLUDE_DIR} ${LibTorch_API_INCLUDE_DIR})
   target_link_libraries(LibTorch::LibTorch INTERFACE
     ${LibTorch_torch_LIBRARY} ${LibTorch_torch_cpu_LIBRARY} ${LibTorch_c10_LIBRARY})
+  # It has no symbols and brings torch's CUDA where there is one; a linker that drops what is not named would drop it.
+  target_link_options(LibTorch::LibTorch INTERFACE
+    "LINKER:--push-state,--no-as-needed,${LibTorch_torch_LIBRARY},--pop-state")
   target_compile_features(LibTorch::LibTorch INTERFACE cxx_std_20)
   if(LibTorch_c10_cuda_LIBRARY AND LibTorch_torch_cuda_LIBRARY)
     add_library(LibTorch::CUDA INTERFACE IMPORTED)

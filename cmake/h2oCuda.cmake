@@ -75,4 +75,5 @@ function(h2o_add_cuda_sources target)
     $<$<COMPILE_LANGUAGE:CUDA>:-O3 --expt-relaxed-constexpr -Xcompiler=${host_warnings}>
     $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${H2O_WERROR}>>:--Werror=all-warnings>)
   target_link_libraries(${target} PRIVATE LibTorch::CUDA CUDA::cudart)
+  set_target_properties(${target} PROPERTIES CUDA_VISIBILITY_PRESET hidden)
 endfunction()

@@ -1,4 +1,4 @@
-"""Exports an attention layer with an H2O cache as an AOTInductor package, which run_decode_layer runs from C++.
+"""Exports an attention layer with an H2O cache for run_decode_layer, as an AOTInductor package.
 
     python export_decode_layer.py LIBRARY FOLDER
 

@@ -4,7 +4,8 @@
 # toolkit, even to build code for the CPU alone, and takes CUDA's flags out of the project's hands.
 #
 # Defines LibTorch_VERSION, LibTorch_CUDA_VERSION (empty for a CPU build), LibTorch_LIBRARY_DIR, the target
-# LibTorch::LibTorch and, where torch was built with CUDA, LibTorch::CUDA. LibTorch::OpenMP is what at::parallel_for in
+# LibTorch::LibTorch and, where torch was built with CUDA, LibTorch::CUDA, which has the CUDA runtime that
+# torch's wheel brings (another, older one in the process could fail torch), LibTorch_CUDA_RUNTIME. LibTorch::OpenMP is what at::parallel_for in
 # torch's headers is made of: the runtime that lies beside torch where its wheel brings one (a second one in the
 # process would not obey torch.set_num_threads), else the compiler's; a compiler without OpenMP leaves it out.
 if(LibTorch_ROOT)
@@ -71,11 +72,23 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   target_include_directories(LibTorch::LibTorch SYSTEM INTERFACE ${LibTorch_INCLUDE_DIR} ${LibTorch_API_INCLUDE_DIR})
   target_link_libraries(LibTorch::LibTorch INTERFACE
     ${LibTorch_torch_LIBRARY} ${LibTorch_torch_cpu_LIBRARY} ${LibTorch_c10_LIBRARY})
+  # It has no symbols and brings torch's CUDA where there is one; a linker that drops what is not named would drop it.
+  target_link_options(LibTorch::LibTorch INTERFACE
+    "LINKER:--push-state,--no-as-needed,${LibTorch_torch_LIBRARY},--pop-state")
   target_compile_features(LibTorch::LibTorch INTERFACE cxx_std_20)
   if(LibTorch_c10_cuda_LIBRARY AND LibTorch_torch_cuda_LIBRARY)
     add_library(LibTorch::CUDA INTERFACE IMPORTED)
     target_link_libraries(LibTorch::CUDA INTERFACE
       LibTorch::LibTorch ${LibTorch_torch_cuda_LIBRARY} ${LibTorch_c10_cuda_LIBRARY})
+  endif()
+endif()
+if(TARGET LibTorch::CUDA AND NOT DEFINED LibTorch_CUDA_RUNTIME)
+  get_filename_component(bundled_cudart ${LibTorch_LIBRARY_DIR}/../../nvidia ABSOLUTE)
+  file(GLOB bundled_cudart ${bundled_cudart}/*/lib/libcudart.so.*)
+  set(LibTorch_CUDA_RUNTIME "")
+  if(bundled_cudart)
+    list(GET bundled_cudart 0 LibTorch_CUDA_RUNTIME)
+    target_link_libraries(LibTorch::CUDA INTERFACE ${LibTorch_CUDA_RUNTIME})
   endif()
 endif()
 if(LibTorch_FOUND AND NOT TARGET LibTorch::OpenMP)

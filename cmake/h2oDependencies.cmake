@@ -14,15 +14,19 @@ function(h2o_ask_python code result)
   set(${result} "${answer}" PARENT_SCOPE)
 endfunction()
 
-h2o_ask_python("import nlohmann_json, pathlib; print(pathlib.Path(nlohmann_json.__file__).parent / 'include')" json_hint)
-find_path(H2O_JSON_INCLUDE_DIR nlohmann/json.hpp HINTS ${json_hint})
-mark_as_advanced(H2O_JSON_INCLUDE_DIR)
-if(NOT H2O_JSON_INCLUDE_DIR)
-  message(FATAL_ERROR "h2o: nlohmann/json.hpp was not found: `pip install nlohmann-json`, or install your system's "
-    "package (Debian: nlohmann-json3-dev)")
-endif()
 add_library(h2o_json INTERFACE)
-target_include_directories(h2o_json SYSTEM INTERFACE ${H2O_JSON_INCLUDE_DIR})
+if(TARGET nlohmann_json::nlohmann_json)  # of a project that this one was added to
+  target_link_libraries(h2o_json INTERFACE nlohmann_json::nlohmann_json)
+else()
+  h2o_ask_python("import nlohmann_json, pathlib; print(pathlib.Path(nlohmann_json.__file__).parent / 'include')" json_hint)
+  find_path(H2O_JSON_INCLUDE_DIR nlohmann/json.hpp HINTS ${json_hint})
+  mark_as_advanced(H2O_JSON_INCLUDE_DIR)
+  if(NOT H2O_JSON_INCLUDE_DIR)
+    message(FATAL_ERROR "h2o: nlohmann/json.hpp was not found: `pip install nlohmann-json`, or install your system's "
+      "package (Debian: nlohmann-json3-dev)")
+  endif()
+  target_include_directories(h2o_json SYSTEM INTERFACE ${H2O_JSON_INCLUDE_DIR})
+endif()
 
 if(H2O_PYTHON)
   h2o_ask_python("import pybind11; print(pybind11.get_cmake_dir())" pybind11_hint)

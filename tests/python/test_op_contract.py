@@ -494,3 +494,16 @@ def test_a_second_copy_of_the_library_does_not_end_the_process(tmp_path: Path) -
     copy = shutil.copy(h2o_kv.LIBRARY_PATH, tmp_path / "libh2o.so")
     done = run_python(_LOAD_SECOND_COPY, str(copy))
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
+def test_a_stale_library_beside_the_package_does_no_harm(tmp_path: Path) -> None:
+    # What the dynamic linker would take for the SONAME of libh2o.so, were that not loaded already.
+    folder = Path(h2o_kv.__file__).parent
+    shutil.copytree(folder, tmp_path / "h2o_kv", ignore=shutil.ignore_patterns("__pycache__"))
+    major, minor, _ = h2o_kv.__version__.split(".")
+    (tmp_path / f"h2o_kv/libh2o.so.{major}.{minor}").write_text("of an earlier build")
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import h2o_kv; print(h2o_kv.LIBRARY_PATH)"
+    )
+    done = run_python(script, str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/h2o_kv/libh2o.so\n"), done.stderr

@@ -2,9 +2,19 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
+#include <dlfcn.h>
+
+#include "h2o/version.h"
 
 namespace h2o {
 namespace {
+
+// The file that this copy was loaded from: a shared library, or a program that has it built in.
+const char* this_file() {
+  static const char address = 0;
+  Dl_info info;
+  return dladdr(&address, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "?";
+}
 
 // Asked first while this copy is being loaded, before it has registered anything.
 bool is_first_copy() {
@@ -14,8 +24,8 @@ bool is_first_copy() {
     if (found) {
       TORCH_WARN(
           "libh2o: another copy of the library has registered torch.ops.h2o in this process; this "
-          "copy "
-          "registers nothing");
+          "copy, ",
+          version(), " in ", this_file(), ", registers nothing");
     }
     return !found;
   }();

@@ -1,0 +1,12 @@
+# Runs `command`, which must succeed and print something that matches `expected` and nothing that matches `unexpected`.
+execute_process(COMMAND ${command} OUTPUT_VARIABLE output ERROR_VARIABLE output RESULT_VARIABLE result)
+if(NOT result EQUAL 0)
+  message(FATAL_ERROR "${command} ends with ${result}:\n${output}")
+endif()
+if(NOT output MATCHES "${expected}")
+  message(FATAL_ERROR "${command}: nothing matches ${expected}:\n${output}")
+endif()
+if(unexpected AND output MATCHES "${unexpected}")
+  message(FATAL_ERROR "${command}: \"${CMAKE_MATCH_0}\" must not be there:\n${output}")
+endif()
+message(STATUS "${output}")

@@ -1,0 +1,1 @@
+// Names nothing of h2o.

@@ -9,6 +9,9 @@ foreach(library h2o h2o_static)
       ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT cpp)
   endif()
 endforeach()
+if(TARGET h2o_generate)
+  install(TARGETS h2o_generate RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT cpp OPTIONAL)  # setup.py leaves it out
+endif()
 install(EXPORT h2oTargets NAMESPACE h2o:: DESTINATION ${package_dir} COMPONENT cpp)
 install(FILES
   csrc/h2o/budget.h csrc/h2o/config.h csrc/h2o/eviction_policy.h csrc/h2o/export.h csrc/h2o/h2o.h csrc/h2o/kv_cache.h

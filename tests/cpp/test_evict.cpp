@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "decode_call.h"
 #include "h2o/ops/attention_decode.h"
 #include "h2o/ops/evict.h"
 #include "tensors.h"
@@ -23,10 +24,6 @@ namespace {
 using h2o::evict;
 using h2o::EvictionPolicy;
 using h2o::KVCache;
-
-EvictionPolicy policy_of(int64_t num_sink, int64_t num_heavy, int64_t num_recent) {
-  return EvictionPolicy({.num_heavy = num_heavy, .num_recent = num_recent, .num_sink = num_sink});
-}
 
 // The new tokens of a call, scored already.
 struct Scored {

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "h2o/ops/attention_decode.h"
+#include "decode_call.h"
 #include "h2o/ops/prefill_select.h"
 #include "tensors.h"
 #include "test_helpers.h"
@@ -24,14 +24,6 @@ using h2o::GqaReduce;
 using h2o::prefill_select;
 using h2o::PrefillOptions;
 using h2o::PrefillSelection;
-
-EvictionPolicy policy_of(int64_t num_sink, int64_t num_heavy, int64_t num_recent,
-                         GqaReduce reduce = GqaReduce::kSum) {
-  return EvictionPolicy({.num_heavy = num_heavy,
-                         .num_recent = num_recent,
-                         .num_sink = num_sink,
-                         .gqa_reduce = reduce});
-}
 
 struct Prompt {
   at::Tensor query, key, position;

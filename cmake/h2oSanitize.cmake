@@ -3,7 +3,7 @@
 set(H2O_SANITIZE "" CACHE STRING "Build for `make sanitize`: address,undefined or thread")
 set_property(CACHE H2O_SANITIZE PROPERTY STRINGS "" address,undefined thread)
 if(H2O_SANITIZE)
-  add_compile_options(-fsanitize=${H2O_SANITIZE} -fno-omit-frame-pointer -g1)
+  add_compile_options(-fsanitize=${H2O_SANITIZE} -fno-omit-frame-pointer -g1 -O1)
   add_link_options(-fsanitize=${H2O_SANITIZE})
 endif()
 if(H2O_SANITIZE MATCHES undefined)

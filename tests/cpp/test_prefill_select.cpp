@@ -408,6 +408,13 @@ TEST_CASE("select refuses tensors that do not fit", "[prefill_select][cpu]") {
     good.prompt.query = good.prompt.query.narrow(1, 0, 3);
     message = "num_q_heads must be a multiple of num_kv_heads, got num_q_heads=3, num_kv_heads=2";
   }
+  SECTION("more tokens than int32 counts") {
+    const at::TensorOptions meta = at::TensorOptions(at::kFloat).device(at::kMeta);
+    good.prompt = {at::empty({1, 1, int64_t{1} << 31, 1}, meta),
+                   at::empty({1, 1, int64_t{1} << 31, 1}, meta),
+                   at::empty({1, int64_t{1} << 31}, meta.dtype(at::kInt))};
+    message = "seq_len must be <= 2147483647, got 2147483648";
+  }
   SECTION("integers") {
     good.prompt.query = good.prompt.query.to(at::kInt);
     message = "query must be float32, float16, bfloat16 or float64, got Int";

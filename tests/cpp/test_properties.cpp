@@ -1,5 +1,4 @@
 #include <ATen/Parallel.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
@@ -32,7 +31,8 @@ using h2o::DecodeOptions;
 using h2o::DecodeResult;
 using h2o::KVCache;
 
-constexpr uint32_t kSeeds = 40;
+// How many seeds a test tries.
+constexpr uint32_t kMany = 40, kFew = 10;
 
 at::ScalarType any_dtype(Random& random) {
   const at::ScalarType dtypes[] = {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble};
@@ -54,8 +54,9 @@ at::Tensor any_layout(Random& random, const at::Tensor& tensor) {
     case 1:
       return tensor.transpose(1, 2).contiguous().transpose(1, 2);
     default: {
+      const at::Scalar between = tensor.is_floating_point() ? at::Scalar(std::nan("")) : -1;
       at::Tensor larger = at::full({tensor.size(0), tensor.size(1) + 1, 2 * tensor.size(2)},
-                                   std::nan(""), tensor.options());
+                                   between, tensor.options());
       if (tensor.dim() == 4) larger = larger.unsqueeze(3).repeat({1, 1, 1, tensor.size(3) + 3});
       at::Tensor view = larger.narrow(1, 1, tensor.size(1)).slice(2, 0, 2 * tensor.size(2), 2);
       if (tensor.dim() == 4) view = view.narrow(3, 2, tensor.size(3));
@@ -65,6 +66,7 @@ at::Tensor any_layout(Random& random, const at::Tensor& tensor) {
 }
 
 struct Setup {
+  uint32_t seed;
   Random random;
   at::ScalarType dtype;
   int64_t batch, num_kv_heads, group_size, head_dim;
@@ -73,8 +75,9 @@ struct Setup {
   KVCache cache;
   std::vector<int64_t> next;  // of each row: the least position that its next token may have
 
-  explicit Setup(uint32_t seed)
-      : random(seed),
+  explicit Setup(uint32_t seed_of_all)
+      : seed(seed_of_all),
+        random(seed),
         dtype(any_dtype(random)),
         batch(1 + random.below(3)),
         num_kv_heads(1 + random.below(3)),
@@ -121,11 +124,6 @@ struct Setup {
  private:
   bool reduce_max_ = random.below(2) == 0;
 };
-
-#define FOR_ANY_SEED                                 \
-  const uint32_t seed = GENERATE(range(0u, kSeeds)); \
-  CAPTURE(seed);                                     \
-  Setup setup(seed)
 
 std::vector<int64_t> real_positions(const at::Tensor& positions) {
   std::vector<int64_t> real = int64s(positions);
@@ -188,7 +186,8 @@ struct Watched {
 
 TEST_CASE("no call exceeds the budget, loses a protected token or keeps one twice",
           "[properties][attention_decode][cpu]") {
-  FOR_ANY_SEED;
+  Setup setup(GENERATE(range(0u, kMany)));
+  CAPTURE(setup.seed);
   std::map<std::pair<int64_t, int64_t>, Watched> heads;
   for (int step = 0; step < 8; ++step) {
     const Call call = setup.call(setup.random.below(7));
@@ -210,7 +209,8 @@ TEST_CASE("no call exceeds the budget, loses a protected token or keeps one twic
 }
 
 TEST_CASE("shrinking a cache is a sort", "[properties][evict][cpu]") {
-  FOR_ANY_SEED;
+  Setup setup(GENERATE(range(0u, kMany)));
+  CAPTURE(setup.seed);
   decode(setup.cache, setup.call(30), setup.policy(), setup.options);
   // Some scores are equal, some are no numbers.
   for (int64_t slot = 0; slot < setup.cache.capacity(); ++slot) {
@@ -254,7 +254,8 @@ TEST_CASE("shrinking a cache is a sort", "[properties][evict][cpu]") {
 
 TEST_CASE("one call without chunks is as many calls of one token, bit for bit",
           "[properties][attention_decode][cpu]") {
-  FOR_ANY_SEED;
+  Setup setup(GENERATE(range(0u, kMany)));
+  CAPTURE(setup.seed);
   setup.options.chunk = 1;
   const Call call = setup.call(1 + setup.random.below(20));
   const KVCache single = copy_of(setup.cache);
@@ -270,7 +271,8 @@ TEST_CASE("one call without chunks is as many calls of one token, bit for bit",
 
 TEST_CASE("a row is as if it were alone, whatever the others hold",
           "[properties][attention_decode][cpu]") {
-  FOR_ANY_SEED;
+  Setup setup(GENERATE(range(0u, kMany)));
+  CAPTURE(setup.seed);
   const Call call = setup.call(1 + setup.random.below(20));
   const KVCache before = copy_of(setup.cache);
   const DecodeResult together = decode(setup.cache, call, setup.policy(), setup.options);
@@ -295,7 +297,8 @@ TEST_CASE("a row is as if it were alone, whatever the others hold",
 
 TEST_CASE("no result depends on the number of threads",
           "[properties][attention_decode][evict][prefill_select][cpu]") {
-  FOR_ANY_SEED;
+  Setup setup(GENERATE(range(0u, kFew)));
+  CAPTURE(setup.seed);
   // Large enough for several threads.
   const int64_t num_tokens = 300 + setup.random.below(200);
   setup.budget = {setup.random.below(5), setup.random.below(200), 1 + setup.random.below(100)};
@@ -338,7 +341,8 @@ TEST_CASE("no result depends on the number of threads",
 
 TEST_CASE("one-shot, streaming and full attention are equal while the budget holds everything",
           "[properties][attention_decode][prefill_select][cpu]") {
-  FOR_ANY_SEED;
+  Setup setup(GENERATE(range(0u, kMany)));
+  CAPTURE(setup.seed);
   const int64_t num_tokens = 1 + setup.random.below(30);
   setup.budget.num_heavy += num_tokens;
   setup.options.alibi_slopes.reset();

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <string>
 #include <vector>
 
@@ -100,14 +99,14 @@ std::vector<int64_t> sorted(std::vector<int64_t> positions) {
 }
 
 // What a head's candidates gain in a step: over its tokens the sum, over the group's query heads
-// the sum or the max of the weights.
+// the sum or the max of the weights, [token][query head][candidate].
 reference::Row gain(const Json& weights, h2o::GqaReduce reduce, size_t num_candidates) {
   reference::Row total(num_candidates, 0.0);
-  for (size_t token = 0; token < weights[0].size(); ++token) {
-    for (size_t k = 0; k < weights[0][token].size(); ++k) {
+  for (const Json& token : weights) {
+    for (size_t k = 0; k < token[0].size(); ++k) {
       double reduced = 0.0;
-      for (const Json& query_head : weights) {
-        const double weight = query_head[token][k];
+      for (const Json& query_head : token) {
+        const double weight = query_head[k];
         reduced = reduce == h2o::GqaReduce::kMax ? std::max(reduced, weight) : reduced + weight;
       }
       total[k] += reduced;
@@ -122,18 +121,17 @@ void check_head(const WorkedCase& worked, int64_t step, int64_t head, const KVCa
                 const KVCache& everybody, const KVCache& after, const at::Tensor& evicted) {
   const Json& expected = worked.head(step, head);
   const auto of_head = [head](const at::Tensor& tensor) { return tensor[0][head]; };
-  std::vector<int64_t> candidates = present(of_head(before.positions));
-  for (const int64_t position : int64s(worked.step(step).position_new)) {
-    candidates.push_back(position);
-  }
-  CHECK(candidates == expected["candidates"].get<std::vector<int64_t>>());
+  const std::vector<int64_t> candidates = expected["candidates"];
+  std::vector<int64_t> actual = present(of_head(before.positions));
+  for (const int64_t position : int64s(worked.step(step).position_new)) actual.push_back(position);
+  CHECK(sorted(actual) == sorted(candidates));
 
   const reference::Row scores = scores_at(everybody, head, candidates);
   const at::Tensor all_scores = tensor_of(scores, {std::ssize(scores)}, at::kDouble);
   CHECK(error_of(all_scores, expected["scores"]) < kTolerance);
   const at::Tensor old_scores =
       tensor_of(scores_at(before, head, candidates), {std::ssize(scores)}, at::kDouble);
-  CHECK(error_of(all_scores - old_scores,
+  CHECK(error_of(all_scores.sub(old_scores),
                  gain(expected["weights"], worked.reduce, candidates.size())) < kTolerance);
 
   CHECK(present(of_head(evicted)) == expected["victims"].get<std::vector<int64_t>>());

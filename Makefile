@@ -5,6 +5,8 @@
 #   make demo                          set up, then generate with the full and the H2O cache side by side
 #   make test                          set up, then every C++ and Python test
 #   make bench                         set up, then the quick benchmarks: ratios to torch and to full caches (docs/benchmarks.md)
+#   make sanitize                      every C++ test under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
+#   make fuzz                          the fuzzers of tests/fuzz, FUZZ_SECONDS=120 each (needs clang)
 #   make build | lint | format | clean
 #
 # TORCH="torch==2.13.*"  another torch (only where the .venv has none yet)
@@ -15,6 +17,7 @@ TORCH ?= torch>=2.11,<2.15
 BUILD ?= build/cmake
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 CMAKE_ARGS ?=
+FUZZ_SECONDS ?= 120
 PYTEST_ARGS ?= -n $(JOBS) --dist loadfile
 
 BIN := $(VENV)/bin
@@ -29,9 +32,9 @@ export CMAKE_ARGS := -DH2O_WERROR=ON $(CMAKE_ARGS)
 # pip-installed cmake and ninja come first.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/cuda_emulation/*.cuh' 'examples/*.cpp' 'benchmarks/*.cpp')
+CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/cuda_emulation/*.cuh' 'tests/fuzz/*.h' 'tests/fuzz/*.cpp' 'tests/sanitizers/*.h' 'examples/*.cpp' 'benchmarks/*.cpp')
 
-.PHONY: demo test test-cpp test-python build setup lint format bench clean model
+.PHONY: demo test test-cpp test-python sanitize asan tsan fuzz build setup lint format bench clean model
 demo: build model
 	$(BIN)/h2o-kv generate --compare local --max-new-tokens 100
 
@@ -45,6 +48,25 @@ test-cpp: build
 
 test-python: build model
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+sanitize: asan tsan
+
+asan tsan: setup
+	@sh cmake/install_test_packages.sh
+	cmake --preset $@ -DPython_EXECUTABLE=$(abspath $(BIN)/python) >/dev/null
+	cmake --build --preset $@ -j $(JOBS)
+	ctest --preset $@
+
+fuzz: setup
+	@sh cmake/install_test_packages.sh
+	cmake -S . -B $(BUILD) -DH2O_TESTS=ON >/dev/null
+	cmake --build $(BUILD) -j $(JOBS) --target h2o_fuzzers
+	@cd $(BUILD)/tests/fuzz/libfuzzer || { echo "make fuzz needs clang++ with libFuzzer (Debian: clang, libclang-rt-dev)"; exit 1; }
+	@for name in $(notdir $(wildcard tests/fuzz/corpus/*)); do \
+	  mkdir -p build/fuzz/$$name && echo "fuzz_$$name" && \
+	  $(BUILD)/tests/fuzz/libfuzzer/fuzz_$$name -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 -verbosity=0 \
+	    -dict=tests/fuzz/$$name.dict -artifact_prefix=build/fuzz/$$name- build/fuzz/$$name tests/fuzz/corpus/$$name || exit 1; \
+	done
 
 build: setup
 	$(PIP) install --quiet --no-build-isolation --no-deps --editable .

@@ -12,14 +12,23 @@
 namespace h2o {
 namespace {
 
-// Sees the file while it is parsed: where the parser is, and that no object repeats a key (the
-// parser itself would keep the last one and say nothing).
+// The library copies and writes a value by recursion, which a hostile file could drive through the
+// stack.
+constexpr int kMaxDepth = 100;
+
+// Sees the file while it is parsed: where the parser is, how deep, and that no object repeats a key
+// (the parser itself would keep the last one and say nothing).
 class KeyTracker {
  public:
   explicit KeyTracker(const std::string& file) : file_(file) {}
 
-  bool operator()(Json::parse_event_t event, const Json& parsed) {
+  bool operator()(int depth, Json::parse_event_t event, const Json& parsed) {
     using Event = Json::parse_event_t;
+    if ((event == Event::object_start || event == Event::array_start) && depth >= kMaxDepth) {
+      throw std::invalid_argument(file_ + ": " + (objects_.empty() ? "the top level" : path()) +
+                                  " must be nested at most " + std::to_string(kMaxDepth) +
+                                  " deep, got more");
+    }
     if (event == Event::object_start) {
       objects_.emplace_back();
     } else if (event == Event::object_end) {
@@ -87,8 +96,8 @@ Json parse_json(std::string_view text, const std::string& file) {
   const size_t nul = text.find('\0');  // which the parser takes for the end of the text
   try {
     Json root = Json::parse(text.begin(), text.end(),
-                            [&](int /*depth*/, Json::parse_event_t event, const Json& parsed) {
-                              return tracker(event, parsed);
+                            [&](int depth, Json::parse_event_t event, const Json& parsed) {
+                              return tracker(depth, event, parsed);
                             });
     if (nul == std::string_view::npos) return root;
   } catch (const Json::parse_error& error) {

@@ -255,7 +255,9 @@ DecoderConfig parse_decoder_config(std::string_view text, const std::string& nam
   config.num_q_heads = keys.size("num_attention_heads");
   config.max_positions = keys.integer("max_position_embeddings", 1).value_or(2048);
   config.dtype = read_dtype(keys);
-  if (keys.find("head_dim") == nullptr && config.hidden_size % config.num_q_heads != 0) {
+  const bool own_head_dim =
+      config.architecture == Architecture::kLlama && keys.find("head_dim") != nullptr;
+  if (!own_head_dim && config.hidden_size % config.num_q_heads != 0) {
     keys.fail("hidden_size", "a multiple of num_attention_heads",
               std::to_string(config.hidden_size) + " and " + std::to_string(config.num_q_heads));
   }

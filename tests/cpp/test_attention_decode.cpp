@@ -17,6 +17,7 @@
 #include <tuple>
 #include <vector>
 
+#include "decode_call.h"
 #include "h2o/ops/attention_decode.h"
 #include "tensors.h"
 #include "test_helpers.h"
@@ -29,49 +30,6 @@ using h2o::DecodeResult;
 using h2o::EvictionPolicy;
 using h2o::GqaReduce;
 using h2o::KVCache;
-
-EvictionPolicy policy_of(int64_t num_sink, int64_t num_heavy, int64_t num_recent,
-                         GqaReduce reduce = GqaReduce::kSum) {
-  return EvictionPolicy({.num_heavy = num_heavy,
-                         .num_recent = num_recent,
-                         .num_sink = num_sink,
-                         .gqa_reduce = reduce});
-}
-
-// The new tokens of a call.
-struct Call {
-  at::Tensor query, k_new, v_new, position_new;
-
-  int64_t num_new() const { return k_new.size(2); }
-  Call columns(int64_t first, int64_t count) const {
-    return {query.narrow(2, first, count), k_new.narrow(2, first, count),
-            v_new.narrow(2, first, count), position_new.narrow(1, first, count)};
-  }
-  Call row(int64_t index) const {
-    return {query.narrow(0, index, 1), k_new.narrow(0, index, 1), v_new.narrow(0, index, 1),
-            position_new.narrow(0, index, 1)};
-  }
-  Call clone() const { return {query.clone(), k_new.clone(), v_new.clone(), position_new.clone()}; }
-};
-
-Call random_call(Random& random, int64_t batch, int64_t num_kv_heads, int64_t group_size,
-                 int64_t num_new, int64_t head_dim, at::ScalarType dtype = at::kFloat,
-                 int64_t first_position = 0) {
-  return {random.queries({batch, num_kv_heads * group_size, num_new, head_dim}, dtype),
-          random.keys({batch, num_kv_heads, num_new, head_dim}, dtype),
-          random.tensor({batch, num_kv_heads, num_new, head_dim}, dtype),
-          position_range(batch, first_position, num_new)};
-}
-
-DecodeResult decode(const KVCache& cache, const Call& call, const EvictionPolicy& policy,
-                    const DecodeOptions& options = {}) {
-  return attention_decode(call.query, cache, call.k_new, call.v_new, call.position_new, policy,
-                          options);
-}
-
-bool same_result(const DecodeResult& a, const DecodeResult& b) {
-  return same_bits(a.output, b.output) && same_bits(a.evicted, b.evicted);
-}
 
 struct Comparison {
   int64_t decided = 0;  // evictions in which the reference's choice was clear, and the same

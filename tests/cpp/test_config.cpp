@@ -250,6 +250,18 @@ TEST_CASE("a long key or number is cut as a long value is", "[config]") {
                         Catch::Matchers::EndsWith("kkk...'"));
 }
 
+TEST_CASE("a hundred objects and arrays may lie in one another, no more", "[config]") {
+  // Two are those around the array.
+  const auto nested = [](size_t arrays) {
+    return run(R"("seed": )" + std::string(arrays, '[') + std::string(arrays, ']'));
+  };
+  check_refused(nested(98),
+                "run.seed must be an integer from 0 to 9223372036854775807, got an array");
+  check_refused(nested(99), "run.seed must be nested at most 100 deep, got more");
+  check_refused(nested(1'000'000), "run.seed must be nested at most 100 deep, got more");
+  check_refused(std::string(101, '['), "the top level must be nested at most 100 deep, got more");
+}
+
 TEST_CASE("a NUL byte is a syntax error, not the end of the text", "[config]") {
   const auto text = [](const char* before, const char* after) {
     return std::string(before) + '\0' + after;

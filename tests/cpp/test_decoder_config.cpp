@@ -148,3 +148,13 @@ TEST_CASE("a decoder config that is wrong or not built is refused", "[decoder_co
       R"(dtype must be one of "float32", "float16", "bfloat16", "float64", got "float8")");
   CHECK(parse(with(kLlama, {{"torch_dtype", "bfloat16"}})).dtype == "bfloat16");
 }
+
+TEST_CASE("only a LLaMA model has heads of another size than the hidden state gives",
+          "[decoder_config]") {
+  CHECK(parse(with(kLlama, {{"num_attention_heads", 5}, {"head_dim", 8}})).head_dim == 8);
+  for (const Json& other : {kOpt, kGptNeoX}) {
+    CHECK(parse(with(other, {{"head_dim", 8}})).head_dim == 16);
+    check_refused(with(other, {{"num_attention_heads", 5}, {"head_dim", 8}}),
+                  "hidden_size must be a multiple of num_attention_heads, got 64 and 5");
+  }
+}

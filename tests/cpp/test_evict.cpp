@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "decode_call.h"
 #include "h2o/ops/attention_decode.h"
 #include "h2o/ops/evict.h"
 #include "tensors.h"
@@ -23,10 +24,6 @@ namespace {
 using h2o::evict;
 using h2o::EvictionPolicy;
 using h2o::KVCache;
-
-EvictionPolicy policy_of(int64_t num_sink, int64_t num_heavy, int64_t num_recent) {
-  return EvictionPolicy({.num_heavy = num_heavy, .num_recent = num_recent, .num_sink = num_sink});
-}
 
 // The new tokens of a call, scored already.
 struct Scored {
@@ -512,11 +509,35 @@ TEST_CASE("evict refuses tensors that are not there or elsewhere", "[evict][cpu]
     good.tokens.scores_new = at::Tensor();
     message = "scores_new must be ";
   }
+  SECTION("v_new") {
+    good.tokens.v_new = at::Tensor();
+    message = "v_new must be ";
+  }
+  SECTION("position_new") {
+    good.tokens.position_new = at::Tensor();
+    message = "position_new must be ";
+  }
+  SECTION("k_new on the meta device") {
+    good.tokens.k_new = good.tokens.k_new.to(at::kMeta);
+    message = "k_new must be on the device of k_cache, got meta and cpu";
+  }
+  SECTION("v_new on the meta device") {
+    good.tokens.v_new = good.tokens.v_new.to(at::kMeta);
+    message = "v_new must be on the device of k_cache, got meta and cpu";
+  }
+  SECTION("position_new on the meta device") {
+    good.tokens.position_new = good.tokens.position_new.to(at::kMeta);
+    message = "position_new must be on the device of k_cache, got meta and cpu";
+  }
+  SECTION("row_budget on the meta device") {
+    good.row_budget = good.row_budget.to(at::kMeta);
+    message = "row_budget must be on the device of k_cache, got meta and cpu";
+  }
   SECTION("scores_new on the meta device") {
     good.tokens.scores_new = good.tokens.scores_new.to(at::kMeta);
     message = "scores_new must be on the device of k_cache, got meta and cpu";
   }
-  CHECK_THAT(refusal([&] { evict_with(good.cache, good.tokens, good.policy); }),
+  CHECK_THAT(refusal([&] { evict_with(good.cache, good.tokens, good.policy, good.row_budget); }),
              Catch::Matchers::StartsWith("Error: h2o_evict: " + message));
 }
 

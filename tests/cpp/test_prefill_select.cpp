@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "h2o/ops/attention_decode.h"
+#include "decode_call.h"
 #include "h2o/ops/prefill_select.h"
 #include "tensors.h"
 #include "test_helpers.h"
@@ -24,14 +24,6 @@ using h2o::GqaReduce;
 using h2o::prefill_select;
 using h2o::PrefillOptions;
 using h2o::PrefillSelection;
-
-EvictionPolicy policy_of(int64_t num_sink, int64_t num_heavy, int64_t num_recent,
-                         GqaReduce reduce = GqaReduce::kSum) {
-  return EvictionPolicy({.num_heavy = num_heavy,
-                         .num_recent = num_recent,
-                         .num_sink = num_sink,
-                         .gqa_reduce = reduce});
-}
 
 struct Prompt {
   at::Tensor query, key, position;
@@ -415,6 +407,13 @@ TEST_CASE("select refuses tensors that do not fit", "[prefill_select][cpu]") {
   SECTION("query heads that are no multiple of the KV heads") {
     good.prompt.query = good.prompt.query.narrow(1, 0, 3);
     message = "num_q_heads must be a multiple of num_kv_heads, got num_q_heads=3, num_kv_heads=2";
+  }
+  SECTION("more tokens than int32 counts") {
+    const at::TensorOptions meta = at::TensorOptions(at::kFloat).device(at::kMeta);
+    good.prompt = {at::empty({1, 1, int64_t{1} << 31, 1}, meta),
+                   at::empty({1, 1, int64_t{1} << 31, 1}, meta),
+                   at::empty({1, int64_t{1} << 31}, meta.dtype(at::kInt))};
+    message = "seq_len must be <= 2147483647, got 2147483648";
   }
   SECTION("integers") {
     good.prompt.query = good.prompt.query.to(at::kInt);

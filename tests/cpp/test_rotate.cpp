@@ -3,13 +3,15 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 
 #include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "h2o/ops/attention_decode.h"
+#include "decode_call.h"
 #include "tensors.h"
 #include "test_helpers.h"
 
@@ -122,37 +124,166 @@ TEST_CASE("rolling goes on where positions have left the angles behind",
   CHECK(same_bits(near.k_cache, far.k_cache));
 }
 
-TEST_CASE("angles that do not fit are refused before anything is written",
+// A good rotation, for one part to be spoilt.
+struct GoodRotation {
+  at::Tensor input = at::ones({2, 3, 4, 8}), index = at::zeros({2, 1, 4}, at::kInt),
+             cos = turns(5, 4), sin = turns(5, 4);
+
+  std::string refusal() const {
+    return ::refusal([this] { rotate(input, index, cos, sin); });
+  }
+};
+
+TEST_CASE("rotate refuses what does not fit", "[rotate][cpu]") {
+  GoodRotation good;
+  REQUIRE(good.refusal() == "nothing was thrown");
+  std::string message;
+  SECTION("vectors without a batch") {
+    good.input = good.input[0];
+    message = "input must be [batch, heads, n, head_dim], got [3, 4, 8]";
+  }
+  SECTION("integers") {
+    good.input = good.input.to(at::kInt);
+    message = "input must be float32, float16, bfloat16 or float64, got Int";
+  }
+  SECTION("vectors of nothing") {
+    good.input = good.input.narrow(3, 0, 0);
+    message = "head_dim must be in 1..512, got 0";
+  }
+  SECTION("vectors that are too long") {
+    good.input = at::ones({2, 3, 4, 513});
+    message = "head_dim must be in 1..512, got 513";
+  }
+  SECTION("an index without heads") {
+    good.index = good.index.select(1, 0);
+    message = "index must be [batch or 1, heads or 1, n], got [2, 4]";
+  }
+  SECTION("an index of two heads for three") {
+    good.index = at::zeros({2, 2, 4}, at::kInt);
+    message = "index must be [batch or 1, heads or 1, n] = [2, 3, 4], got [2, 2, 4]";
+  }
+  SECTION("an index for another number of vectors") {
+    good.index = at::zeros({1, 1, 3}, at::kInt);
+    message = "index must be [batch or 1, heads or 1, n] = [1, 1, 4], got [1, 1, 3]";
+  }
+  SECTION("an index of floats") {
+    good.index = good.index.to(at::kFloat);
+    message = "index must be int32 or int64, got Float";
+  }
+  SECTION("an index on another device") {
+    good.index = good.index.to(at::kMeta);
+    message = "index must be on the device of input, got meta and cpu";
+  }
+  SECTION("an index behind the last angle") {
+    good.index = integers({0, 5, -1, 1}, {1, 1, 4}, at::kLong);
+    message = "index must be < the rows of cos = 5, got 5";
+  }
+  SECTION("an index that int32 does not hold") {
+    good.index = integers({0, int64_t{1} << 32, -1, 1}, {1, 1, 4}, at::kLong);
+    message = "index must be < the rows of cos = 5, got 4294967296";
+  }
+  SECTION("angles per head") {
+    good.cos = good.cos.unsqueeze(0);
+    message = "cos must be [num_angles, pairs], got [1, 5, 4]";
+  }
+  SECTION("sines for other angles than cosines") {
+    good.sin = good.sin.narrow(0, 0, 4);
+    message = "sin must be [num_angles, pairs] = [5, 4], got [4, 4]";
+  }
+  SECTION("sines of fewer pairs") {
+    good.sin = good.sin.narrow(1, 0, 3);
+    message = "sin must be [num_angles, pairs] = [5, 4], got [5, 3]";
+  }
+  SECTION("angles of the vectors' dtype, which is too coarse") {
+    good.input = good.input.to(at::kHalf);
+    good.cos = good.cos.to(at::kHalf);
+    message = "cos must be float32, got Half";
+  }
+  SECTION("angles of float32 for float64") {
+    good.input = good.input.to(at::kDouble);
+    message = "cos must be float64, got Float";
+  }
+  SECTION("sines of another dtype") {
+    good.sin = good.sin.to(at::kDouble);
+    message = "sin must be float32, got Double";
+  }
+  SECTION("angles on another device") {
+    good.sin = good.sin.to(at::kMeta);
+    message = "sin must be on the device of input, got meta and cpu";
+  }
+  SECTION("no angles") {
+    good.cos = good.sin = turns(0, 4);
+    message = "cos must have at least one row, got 0";
+  }
+  SECTION("no pairs") {
+    good.cos = good.sin = turns(5, 0);
+    message = "cos must have 1..head_dim / 2 pairs, got 0 with head_dim=8";
+  }
+  SECTION("more pairs than head_dim has") {
+    good.cos = good.sin = turns(5, 5);
+    message = "cos must have 1..head_dim / 2 pairs, got 5 with head_dim=8";
+  }
+  CHECK(good.refusal() == "Error: h2o_rotate: " + message);
+}
+
+TEST_CASE("rolling refuses angles that do not fit, before it writes",
           "[rotate][attention_decode][cpu]") {
   Random random(5);
-  const at::Tensor input = random.tensor({1, 1, 2, 8}), angles = turns(3, 4);
-  const auto refused = [&](const at::Tensor& index, const at::Tensor& cos, const at::Tensor& sin) {
-    return refusal([&] { rotate(input, index, cos, sin); });
-  };
-  const at::Tensor index = integers({0, 2}, {1, 1, 2});
-  CHECK_NOTHROW(rotate(input, index, angles, angles));
-  CHECK(refused(integers({0, 3}, {1, 1, 2}), angles, angles) ==
-        "Error: h2o_rotate: index must be < the rows of cos = 3, got 3");
-  CHECK(refused(index, angles, angles.narrow(1, 0, 3)) ==
-        "Error: h2o_rotate: sin must be [num_angles, pairs] = [3, 4], got [3, 3]");
-  CHECK(refused(index, turns(3, 5), turns(3, 5)) ==
-        "Error: h2o_rotate: cos must have 1..head_dim / 2 pairs, got 5 with head_dim=8");
-
-  const KVCache cache = KVCache::allocate(1, 1, 4, 8, at::kFloat);
-  const EvictionPolicy policy({.num_heavy = 2, .num_recent = 2});
-  const auto decode_refused = [&](const DecodeOptions& options) {
-    return refusal([&] {
-      attention_decode(input, cache, input, input, position_range(1, 0, 2), policy, options);
-    });
-  };
-  CHECK(decode_refused({.rope_cos = angles}) ==
-        "Error: h2o_attention_decode: rope_cos and rope_sin must be given together, got rope_cos "
-        "alone");
-  CHECK(decode_refused({.rope_cos = angles.narrow(0, 0, 1), .rope_sin = angles.narrow(0, 0, 1)}) ==
-        "Error: h2o_attention_decode: rope_cos must have an angle for each rank, got 1 rows for 0 "
-        "tokens "
-        "kept and 2 new ones in row 0, chunk=1");
-  CHECK(int64s(cache.positions) == std::vector<int64_t>{-1, -1, -1, -1});
+  const KVCache cache = KVCache::allocate(2, 1, 4, 8, at::kFloat);
+  const EvictionPolicy policy = policy_of(0, 2, 2);
+  decode(cache, random_call(random, 2, 1, 1, 2, 8), policy);
+  const Call call = random_call(random, 2, 1, 1, 3, 8, at::kFloat, 2);
+  DecodeOptions options = {.rope_cos = turns(5, 4), .rope_sin = turns(5, 4)};
+  std::string message;
+  SECTION("cosines alone") {
+    options.rope_sin.reset();
+    message = "rope_cos and rope_sin must be given together, got rope_cos alone";
+  }
+  SECTION("sines alone") {
+    options.rope_cos.reset();
+    message = "rope_cos and rope_sin must be given together, got rope_sin alone";
+  }
+  SECTION("with ALiBi") {
+    options.alibi_slopes = tensor_of({0.5}, {1});
+    message =
+        "rope_cos and alibi_slopes must not be given together: ALiBi's bias is of original "
+        "positions";
+  }
+  SECTION("angles of one dimension") {
+    options.rope_cos = (*options.rope_cos)[0];
+    message = "rope_cos must be [num_angles, pairs], got [4]";
+  }
+  SECTION("sines for fewer ranks") {
+    options.rope_sin = options.rope_sin->narrow(0, 0, 4);
+    message = "rope_sin must be [num_angles, pairs] = [5, 4], got [4, 4]";
+  }
+  SECTION("angles of float64 for a float32 cache") {
+    options.rope_cos = options.rope_cos->to(at::kDouble);
+    message = "rope_cos must be float32, got Double";
+  }
+  SECTION("angles on another device") {
+    options.rope_sin = options.rope_sin->to(at::kMeta);
+    message = "rope_sin must be on the device of k_cache, got meta and cpu";
+  }
+  SECTION("no angles") {
+    options.rope_cos = options.rope_sin = turns(0, 4);
+    message = "rope_cos must have at least one row, got 0";
+  }
+  SECTION("more pairs than head_dim has") {
+    options.rope_cos = options.rope_sin = turns(5, 5);
+    message = "rope_cos must have 1..head_dim / 2 pairs, got 5 with head_dim=8";
+  }
+  SECTION("fewer angles than ranks") {
+    options.rope_cos = options.rope_sin = turns(4, 4);
+    options.chunk = 3;
+    message =
+        "rope_cos must have an angle for each rank, got 4 rows for 2 tokens kept and 3 new ones "
+        "in row 0, chunk=3";
+  }
+  const Snapshot before(cache, {call.query, call.k_new, call.v_new, call.position_new});
+  CHECK(refusal([&] { decode(cache, call, policy, options); }) ==
+        "Error: h2o_attention_decode: " + message);
+  CHECK(before.unchanged());
 }
 
 }  // namespace

@@ -34,10 +34,10 @@ struct ChosenToken {
 
 // What is told while generate() runs; each may be empty.
 struct GenerateEvents {
-  std::function<void(int64_t tokens, int64_t of)> prefill;  // prompt tokens that have passed
-  std::function<void(const ChosenToken&)> token;
-  std::function<void(int64_t row, FinishReason)> end;
-  std::function<void(const DecoderCache&)> cache;  // after the prefill and after every step
+  std::function<void(int64_t tokens, int64_t of)> prefill = {};  // prompt tokens that have passed
+  std::function<void(const ChosenToken&)> token = {};
+  std::function<void(int64_t row, FinishReason)> end = {};
+  std::function<void(const DecoderCache&)> cache = {};  // after the prefill and after every step
 };
 
 struct GenerateResult {

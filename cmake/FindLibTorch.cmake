@@ -4,10 +4,10 @@
 # toolkit, even to build code for the CPU alone, and takes CUDA's flags out of the project's hands.
 #
 # Defines LibTorch_VERSION, LibTorch_CUDA_VERSION (empty for a CPU build), LibTorch_LIBRARY_DIR, the target
-# LibTorch::LibTorch and, where torch was built with CUDA, LibTorch::CUDA, which has the CUDA runtime that
-# torch's wheel brings (another, older one in the process could fail torch), LibTorch_CUDA_RUNTIME. LibTorch::OpenMP is what at::parallel_for in
-# torch's headers is made of: the runtime that lies beside torch where its wheel brings one (a second one in the
-# process would not obey torch.set_num_threads), else the compiler's; a compiler without OpenMP leaves it out.
+# LibTorch::LibTorch and, where torch was built with CUDA, LibTorch::CUDA, which has the CUDA runtime that torch's wheel
+# brings, LibTorch_CUDA_RUNTIME (another, older one in the process could fail torch). LibTorch::OpenMP is what
+# at::parallel_for in torch's headers is made of: the runtime that lies beside torch where its wheel brings one (a second
+# one in the process would not obey torch.set_num_threads), else the compiler's; a compiler without OpenMP leaves it out.
 if(LibTorch_ROOT)
   set(libtorch_asked "Looked into LibTorch_ROOT, ${LibTorch_ROOT}.")
 elseif(DEFINED ENV{LibTorch_ROOT})
@@ -84,7 +84,8 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
 endif()
 if(TARGET LibTorch::CUDA AND NOT DEFINED LibTorch_CUDA_RUNTIME)
   get_filename_component(bundled_cudart ${LibTorch_LIBRARY_DIR}/../../nvidia ABSOLUTE)
-  file(GLOB bundled_cudart ${bundled_cudart}/*/lib/libcudart.so.*)
+  string(REGEX MATCH "^[0-9]+" cuda_major "${LibTorch_CUDA_VERSION}")
+  file(GLOB bundled_cudart ${bundled_cudart}/*/lib/libcudart.so.${cuda_major})
   set(LibTorch_CUDA_RUNTIME "")
   if(bundled_cudart)
     list(GET bundled_cudart 0 LibTorch_CUDA_RUNTIME)

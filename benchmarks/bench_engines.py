@@ -75,12 +75,27 @@ class Entry:
     checked: bool = False
 
 
+def new_tokens(args: argparse.Namespace) -> int:
+    """Steps of all runs after a prompt, those of the warm-up included."""
+    return int(_WARMUP + args.rounds * args.repeats)
+
+
 def entries(
-    ggufs: dict[str, Path], folder: Path, dtype: str, args: argparse.Namespace
+    ggufs: dict[str, Path], folder: Path, dtype: str, longest: int, args: argparse.Namespace
 ) -> list[Entry]:
-    """The engines of a type of weights; `ggufs`: the file of each type."""
-    new_tokens = args.rounds * args.repeats + _WARMUP
-    room = max(args.tokens) + new_tokens + 1
+    """The engines of a type of weights.
+
+    Parameters
+    ----------
+    ggufs : dict of str to Path
+        The file of each type.
+    folder : Path
+        With the weights of this one.
+    dtype : str
+    longest : int
+        Tokens that a cache must have room for.
+    args : argparse.Namespace
+    """
     policy = EvictionPolicy(heavy_ratio=args.budget / 2, recent_ratio=args.budget / 2)
     everything = {"kept": lambda tokens: tokens, "checked": True}
     share = {"kept": lambda tokens: policy.resolve(tokens).total}
@@ -95,14 +110,14 @@ def entries(
             OpenVINOEngine,
             gguf=str(ggufs["float16"]),
             dtype=dtype,
-            new_tokens=new_tokens,
+            new_tokens=new_tokens(args),
             threads=args.threads,
             share=share,
         )
 
     def llama_cpp() -> Any:
         gguf = str(ggufs[dtype])
-        return EngineProcess(LlamaCppEngine, gguf=gguf, context=room, threads=args.threads)
+        return EngineProcess(LlamaCppEngine, gguf=gguf, context=longest, threads=args.threads)
 
     percent = f"{args.budget:.0%}"
     found = [
@@ -237,7 +252,7 @@ def add_points(
 def draw(pyplot: Any, points: list[Point]) -> Any:
     """Milliseconds a token against the context, a panel a dtype."""
     dtypes, names = values_of(points, "dtype"), values_of(points, "what")
-    palette = colours(names)
+    palette = colours(list(dict.fromkeys(map(_engine, names))))
     figure, axes = pyplot.subplots(
         1, len(dtypes), figsize=(1 + 5 * len(dtypes), 4.5), squeeze=False, layout="constrained"
     )
@@ -248,8 +263,8 @@ def draw(pyplot: Any, points: list[Point]) -> Any:
                 [p["seq_len"] for p in line],
                 [p["median_ms"] for p in line],
                 marker="o",
-                color=palette[name],
-                linestyle="-" if name == BASELINE or "full" in name else "--",
+                color=palette[_engine(name)],
+                linestyle="--" if name.endswith("%") else "-",
                 label=name,
             )
         axis.set(title=dtype, xlabel="tokens of context", ylabel="ms a token")
@@ -257,6 +272,11 @@ def draw(pyplot: Any, points: list[Point]) -> Any:
         axis.grid(alpha=0.3)
     legend(figure)
     return figure
+
+
+def _engine(name: str) -> str:
+    """Without what its cache keeps."""
+    return name.partition(",")[0]
 
 
 def model_folder(gguf: Path, dtype: str, report: Report) -> Path:
@@ -313,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, print."""
     args = parse_arguments(argv)
     contexts = [_SHORT, *args.tokens]
-    longest = max(max(contexts), _CHECKED_PROMPT) + _WARMUP + args.rounds * args.repeats
+    longest = max(max(contexts) + new_tokens(args), _CHECKED_PROMPT + _CHECKED_TOKENS)
     total = len(args.dtype) * len(contexts) * 7
     with Report("Decode steps of engines", args, COLUMNS, total=total) as report:
         for dtype in args.dtype:
@@ -327,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ids = open_tokenizer(str(folder)).encode(read_text(args.prompt_file))
             ids = (ids * -(-longest // len(ids)))[:longest]
             with contextlib.ExitStack() as stack:
-                engines = start_engines(entries(ggufs, folder, dtype, args), stack, report)
+                engines = start_engines(entries(ggufs, folder, dtype, longest, args), stack, report)
                 if dtype == "float32":
                     check_tokens(engines, ids, report)
                 base: dict[str, float] = {}

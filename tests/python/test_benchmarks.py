@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from model_files import save_tiny_model
+from model_files import save_tiny_model, tiny_tokenizer, write_tiny_gguf
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -153,6 +153,149 @@ def test_generate_results(
     ]
     assert all(p["seq_len"] == p["prompt_tokens"] + 9 for p in points)
     assert points[0]["kv_share"] < 0.3
+
+
+PROGRAM = """#!{python}
+import json, sys
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+(prompt,) = json.load(open(options["--tokens"]))["tokens"]
+assert options["--threads"] == "2" and options["--dtype"] == "float32"
+if "--policy" in sys.argv:
+    half = {{"ratio": 0.1}}
+    policy = json.load(open(sys.argv[sys.argv.index("--policy") + 1]))
+    assert policy == {{"policy": {{"heavy": half, "recent": half}}}}, policy
+else:
+    assert "--full" in sys.argv
+assert len(prompt) in (64, 80, 200)
+count = int(options["--max-new-tokens"])
+for index, token in enumerate({tokens}[:count]):
+    event = {{"event": "token", "row": 0, "index": index, "token": token}}
+    print(json.dumps(event))
+step_ms = {{"median": 2.0, "p10": 1.0, "p90": 4.0}}
+print(json.dumps({{"event": "done", "step_ms": step_ms, "prefill_s": 0.5, "resident_mb": 99.0}}))
+"""
+
+
+class Here:
+    """In place of EngineProcess: in this process, which has loaded torch already."""
+
+    def __init__(self, factory: Callable[..., Any], **options: Any) -> None:
+        self.engine = factory(**options)
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self.engine, method)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def engines(
+    load: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., int]:
+    """Run bench_engines on a tiny GGUF file, with a program in place of h2o-generate."""
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("H2O_CACHE_DIR", str(tmp_path / "cache"))
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    module = load("bench_engines")
+    monkeypatch.setattr(module, "EngineProcess", Here)
+    ids = tiny_tokenizer()(load("common").read_text(None))["input_ids"]
+    folder = str(tmp_path / "tiny.gguf")
+    tokens = load("engine_runs").PythonEngine(folder, "float32", 1, None).greedy(ids[:200], 50)
+
+    def run(*options: str, wrong: int = 0) -> int:
+        program = tmp_path / "program"
+        tokens[7] += wrong
+        program.write_text(PROGRAM.format(python=sys.executable, tokens=tokens))
+        program.chmod(0o755)
+        options = ("--h2o-generate", str(program), "--out", str(tmp_path / "out"), *options)
+        options = ("--quick", "--model", str(tmp_path / "tiny.gguf"), "--threads", "2", *options)
+        return module.main([*options, "--tokens", "80", "--repeats", "4"])
+
+    return run
+
+
+def test_engines_results(
+    engines: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert engines("--engines", "h2o-generate", "Python, full", "llama", "OpenVINO, none") == 0
+    points = results(tmp_path / "out")
+    printed = capsys.readouterr().out
+    names = ["h2o-generate, full", "h2o-generate, 20%", "Python, full"]
+    if importlib.util.find_spec("llama_cpp"):
+        names.insert(0, "llama.cpp")
+    else:
+        assert "llama.cpp is left out: it is not installed" in printed
+    assert [(p["what"], p["seq_len"]) for p in points] == [(n, s) for s in (64, 80) for n in names]
+    fields = documented_fields()
+    for point in points:
+        unknown = {field_name(name) for name in point} - fields
+        assert not unknown
+        growth = point["median_ms"] - point["base_ms"]
+        assert point["growth_ms"] == pytest.approx(growth, abs=1e-3)
+        assert point["cache_len"] == (
+            2 * (point["seq_len"] // 10) if "20%" in point["what"] else point["seq_len"]
+        )
+        if point["what"].startswith("h2o-generate"):
+            spread = (point["median_ms"], point["p10_ms"], point["p90_ms"])
+            assert (*spread, point["prefill_s"], point["resident_mb"]) == (2.0, 1.0, 4.0, 0.5, 99.0)
+
+
+def test_an_engine_that_chooses_other_tokens_fails(
+    engines: Callable[..., int], tmp_path: Path
+) -> None:
+    message = r"Python, full: chooses token \d+ as new token 7, h2o-generate, full \d+"
+    with pytest.raises(SystemExit, match=message):
+        engines("--engines", "h2o-generate, full", "Python, full", wrong=1)
+    assert results(tmp_path / "out") == []
+
+
+def test_a_plot_has_a_colour_for_every_engine(load: Callable[[str], ModuleType]) -> None:
+    pytest.importorskip("matplotlib")
+    module, report = load("bench_engines"), load("report")
+    args = module.parse_arguments(["--model", "any.gguf"])
+    names = [entry.name for entry in module.entries({}, Path(), "float32", 8, args)]
+    points = [{"what": name, "dtype": "float32", "seq_len": 64, "median_ms": 1.0} for name in names]
+    figure = module.draw(report.load_pyplot(), points)
+    lines = figure.axes[0].get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(names) == 7
+
+
+def test_an_engine_process_answers_and_raises(load: Callable[[str], ModuleType]) -> None:
+    process = load("engine_process").EngineProcess
+    with pytest.raises(ValueError, match="negative count"):
+        process(bytes, source=-1)
+    engine = process(dict, name="engine")
+    assert engine.get("name") == "engine"
+    with pytest.raises(KeyError, match="other"):
+        engine.pop("other")
+    engine.close()
+    with pytest.raises(OSError, match="closed"):
+        engine.get("name")
+
+
+def test_a_float_gguf_has_the_same_numbers(
+    load: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setenv("H2O_CACHE_DIR", str(tmp_path / "cache"))
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    float_gguf = load("gguf_float").float_gguf
+    source = gguf.GGUFReader(tmp_path / "tiny.gguf")
+    for dtype in ("float32", "bfloat16", "float16"):
+        file = float_gguf(tmp_path / "tiny.gguf", dtype, lambda done: None)
+        made = gguf.GGUFReader(file)
+        assert [t.name for t in made.tensors] == [t.name for t in source.tensors]
+        for own, theirs in zip(made.tensors, source.tensors, strict=True):
+            numbers = torch.tensor(gguf.quants.dequantize(own.data, own.tensor_type))
+            expected = torch.tensor(theirs.data)
+            if expected.ndim > 1:
+                expected = expected.to(getattr(torch, dtype)).float()
+            assert torch.equal(numbers, expected), own.name
+        for name, field in source.fields.items():
+            if not name.startswith("GGUF."):
+                assert made.fields[name].contents() == field.contents(), name
+        assert float_gguf(tmp_path / "tiny.gguf", dtype, lambda done: 1 / 0) == file
 
 
 # --- what would compare different work is not timed ---------------------------------------------
@@ -295,6 +438,10 @@ def test_the_limit_is_the_faster_read(load: Callable[[str], ModuleType]) -> None
         ("bench_evict", ("--capacity", "64", "-5"), "--capacity must be >= 2, got -5"),
         ("bench_evict", ("--batch", "0"), "--batch must be >= 1, got 0"),
         ("bench_prefill_select", ("--tokens", "-5"), "--tokens must be >= 2, got -5"),
+        ("bench_engines", ("--tokens", "64"), "--tokens must be > 64, got 64"),
+        ("bench_engines", ("--rounds", "0"), "--rounds must be >= 1, got 0"),
+        ("bench_engines", ("--budget", "0"), "--budget must be above 0 and at most 1, got 0.0"),
+        ("bench_engines", ("--model", "x"), "--model must be a GGUF file, got x"),
         ("bench_prefill_select", ("--repeats", "0"), "--repeats must be >= 1, got 0"),
     ],
 )

@@ -6,7 +6,6 @@ import argparse
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from cli_runs import assert_matches, error_line
 from h2o_kv import EvictionPolicy, __version__
 from h2o_kv.cli import Parser, main
 from h2o_kv.cli import generate as generate_command
@@ -24,9 +24,11 @@ from h2o_kv.cli.generate import demo_prompt, parse_budget, read_settings
 from h2o_kv.config import parse_config
 from h2o_kv.generation import SamplingOptions
 from h2o_kv.models import ModelLoadError, find_embedded_model
+from h2o_kv_cli import printable
 from hf_models import tiny_model
 from model_files import TEXT, save_tiny_model, tiny_tokenizer
 
+COMMANDS = ("generate", "convert", "tokenize", "detokenize", "trace", "info")
 RUN_KEYS = {
     "label",
     "prompt_tokens",
@@ -72,20 +74,6 @@ def settings(*options: str) -> generate_command.Settings:
     parser = Parser()
     generate_command.add_arguments(parser)
     return read_settings(parser.parse_args(options))
-
-
-def error_line(arguments: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
-    """What a call that must fail with `status` says: one line on standard error, nothing else."""
-    try:
-        got = main(arguments)
-    except SystemExit as stop:  # argparse leaves this way
-        got = stop.code  # type: ignore[assignment]
-    assert got == status
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    lines = captured.err.splitlines()
-    assert len(lines) == 1, captured.err
-    return lines[0]
 
 
 # ---- Numbers of tokens.
@@ -242,10 +230,6 @@ def test_a_mistake_is_told_in_one_line(
         arguments = ["generate", "--model", folder, *options]
     line = error_line(arguments, capsys)
     assert_matches(rf"h2o-kv generate: {message}( \(see h2o-kv generate --help\))?", line)
-
-
-def assert_matches(pattern: str, line: str) -> None:
-    assert re.fullmatch(pattern, line), line
 
 
 def test_a_config_file_that_is_wrong_is_named_with_key_and_value(
@@ -675,7 +659,7 @@ def test_a_prompt_beyond_a_table_of_positions_is_refused(
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
-    assert generate_command._printable("a\x1b[31mb\x07\r\n\tc\x9bé") == "a[31mb\n\tcé"
+    assert printable("a\x1b[31mb\x07\r\n\tc\x9bé") == "a[31mb\n\tcé"
 
 
 # ---- info, trace and the program itself.
@@ -715,11 +699,11 @@ def test_trace_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
-    for command in ("generate", "trace", "info"):
+    for command in COMMANDS:
         assert f"\n  {command} " in out
 
 
-@pytest.mark.parametrize("command", ["generate", "trace", "info"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])

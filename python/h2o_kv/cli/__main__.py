@@ -2,7 +2,7 @@
 
 import sys
 
-from h2o_kv.cli import main
+from h2o_kv_cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,12 +7,10 @@ import json
 import math
 import sys
 import time
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +18,11 @@ from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from h2o_kv import _C, EvictionPolicy
-from h2o_kv.cli import UserError, write_json
+from h2o_kv.cli.bars import Bars
 from h2o_kv.config import Config, load_config, parse_config
 from h2o_kv.generation import (
     PREFILL_MODES,
@@ -44,12 +41,13 @@ from h2o_kv.models import (
     load_model,
     resolve_device,
 )
+from h2o_kv_cli import STDIN, UserError, one_line, printable, read_text, utf8, write_json
+from h2o_kv_cli.text_tokens import chat_tokens
 
 DESCRIPTION = (
     "Continue a prompt with a KV cache of fixed size (Heavy-Hitter Oracle eviction), and show what "
     "it cost. Options given here override those of --config."
 )
-_STDIN = "-"
 _QUICK_PROMPT_TOKENS = 256
 _QUICK_NEW_TOKENS = 16
 # Slots; with fewer, models hardly form sentences.
@@ -176,7 +174,7 @@ def main(args: argparse.Namespace) -> int:
         settings = read_settings(args)
         prompt = _read_prompt(args)
     except (ValueError, OSError) as error:
-        raise UserError(_one_line(error)) from error
+        raise UserError(one_line(error)) from error
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     screen = _Screen(as_json=args.json)
@@ -190,7 +188,7 @@ def main(args: argparse.Namespace) -> int:
         try:
             specs = _specs(settings, policy, args.compare)
         except ValueError as error:
-            raise UserError(_one_line(error)) from error
+            raise UserError(one_line(error)) from error
         screen.announce(settings, policy, len(prompt_ids))
         display = screen.display(specs)
         try:
@@ -208,7 +206,7 @@ def main(args: argparse.Namespace) -> int:
                 on_token=lambda runs: display.show(runs, bars),
             )
         except (MemoryError, torch.OutOfMemoryError) as error:
-            raise UserError(_one_line(error)) from error
+            raise UserError(one_line(error)) from error
         finally:
             display.close()
     if not args.json:
@@ -403,25 +401,13 @@ def _specs(settings: Settings, policy: EvictionPolicy, compare: str | None) -> l
 
 def _read_prompt(args: argparse.Namespace) -> str | None:
     """The prompt that the options name; None if they name none."""
-    if _STDIN in (args.prompt, args.prompt_file):
-        if sys.stdin is None:
-            raise ValueError("standard input is closed")
-        return _utf8("standard input", sys.stdin.read)
+    if STDIN in (args.prompt, args.prompt_file):
+        return read_text(STDIN)
     if args.prompt_file is not None:
-        return _utf8(args.prompt_file, lambda: Path(args.prompt_file).read_text(encoding="utf-8"))
+        return read_text(args.prompt_file)
     if args.prompt is not None:
-        return _utf8("--prompt", lambda: str(args.prompt))
+        return utf8("--prompt", lambda: str(args.prompt))
     return None
-
-
-def _utf8(name: str, read: Callable[[], str]) -> str:
-    """What `read` gives, if it is text; bytes that are none may come as lone surrogates."""
-    try:
-        text = read()
-        text.encode("utf-8")
-    except UnicodeError as error:
-        raise ValueError(f"{name} is no UTF-8 text: {error}") from None
-    return text
 
 
 def demo_prompt() -> str:
@@ -429,7 +415,7 @@ def demo_prompt() -> str:
     return resources.files("h2o_kv").joinpath("prompts/demo.txt").read_text(encoding="utf-8")
 
 
-def _load(settings: Settings, bars: _Bars) -> tuple[Any, Any]:
+def _load(settings: Settings, bars: Bars) -> tuple[Any, Any]:
     try:
         return load_model(
             settings.model,
@@ -440,7 +426,7 @@ def _load(settings: Settings, bars: _Bars) -> tuple[Any, Any]:
             progress=(lambda text, done: bars.update("load", text, done)) if bars.drawn else None,
         )
     except ModelLoadError as error:
-        raise UserError(_one_line(error)) from error
+        raise UserError(one_line(error)) from error
 
 
 def _encode(
@@ -453,15 +439,7 @@ def _encode(
         prompt = demo_prompt()
         # It ends in a task: for those models that were taught to take one.
         chat = chat or bool(tokenizer.chat_template)
-    if not chat:
-        ids = list(tokenizer(prompt)["input_ids"])
-    elif tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-    else:
-        raise UserError("--chat needs a model with a chat template; this one has none")
+    ids = chat_tokens(tokenizer, prompt) if chat else list(tokenizer(prompt)["input_ids"])
     if not ids:
         raise UserError("the prompt must have at least one token, got an empty text")
     return ids[:_QUICK_PROMPT_TOKENS] if args.quick else ids
@@ -507,52 +485,6 @@ def _result_as_dict(
 _NAMES = {"full": "full cache", "h2o": "H2O", "local": "local window"}
 
 
-class _Bars:
-    """Bars of what takes long, by name; where there is no terminal, a line for each new text."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._texts: set[str] = set()
-        self._tasks: dict[str, Any] = {}
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            # Few refreshes: the thread that draws takes time from what is measured.
-            self._progress = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                TaskProgressColumn(),
-                TimeElapsedColumn(),
-                console=console,
-                transient=True,
-                refresh_per_second=4,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-            self._progress.start()
-
-    @property
-    def drawn(self) -> bool:
-        """Whether there is a terminal to draw bars on."""
-        return self._progress is not None
-
-    def update(self, name: str, text: str, done: float) -> None:
-        """Show that `done` (0 to 1) of a task is finished and that it is at `text`."""
-        if self._progress is None:
-            if text not in self._texts:
-                self._console.print(text + " ...")
-            self._texts.add(text)
-            return
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(text, total=1.0)
-        self._progress.update(self._tasks[name], description=text, completed=done)
-
-    def hide(self) -> None:
-        """Take the bars off the screen, for good: text follows."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-
 class _Screen:
     """What the user sees: progress and notes on standard error, the rest on standard output."""
 
@@ -563,8 +495,8 @@ class _Screen:
         self._err = Console(file=sys.stderr, highlight=False, markup=False)
 
     @contextmanager
-    def progress(self) -> Iterator[_Bars]:
-        bars = _Bars(self._err)
+    def progress(self) -> Iterator[Bars]:
+        bars = Bars(self._err)
         try:
             yield bars
         finally:
@@ -612,7 +544,7 @@ class _Screen:
 class _Display:
     """Shows runs as they grow; this one shows nothing."""
 
-    def show(self, runs: Sequence[GenerationRun], bars: _Bars) -> None:
+    def show(self, runs: Sequence[GenerationRun], bars: Bars) -> None:
         bars.hide()
 
     def close(self) -> None:
@@ -626,9 +558,9 @@ class _TextDisplay(_Display):
         self._console = console
         self._shown = 0
 
-    def show(self, runs: Sequence[GenerationRun], bars: _Bars) -> None:
+    def show(self, runs: Sequence[GenerationRun], bars: Bars) -> None:
         bars.hide()
-        text = _printable(runs[0].text)
+        text = printable(runs[0].text)
         # A character may take several tokens; until it is whole, the decoder puts U+FFFD.
         if not text.endswith("\N{REPLACEMENT CHARACTER}") or runs[0].finished:
             self._console.out(text[self._shown :], end="", highlight=False)
@@ -647,7 +579,7 @@ class _SideBySideDisplay(_Display):
         # Drawn between the steps, not by a thread beside them.
         self._live: Live | None = None
 
-    def show(self, runs: Sequence[GenerationRun], bars: _Bars) -> None:
+    def show(self, runs: Sequence[GenerationRun], bars: Bars) -> None:
         bars.hide()
         if not self._console.is_terminal:
             return
@@ -656,7 +588,7 @@ class _SideBySideDisplay(_Display):
             self._live.start()
         texts = []
         for run in runs:
-            text = _tail(_printable(run.text), self._console, len(runs))
+            text = _tail(printable(run.text), self._console, len(runs))
             texts.append((run.spec.label, Text(text, overflow="fold")))
         self._live.update(_panels(texts), refresh=True)
 
@@ -682,16 +614,11 @@ def _panels(texts: Sequence[tuple[str, Text]]) -> Table:
 
 def _marked_text(result: GenerationResult, results: Sequence[GenerationResult]) -> Text:
     """The text of a run; what comes after the first token unlike the full cache's is coloured."""
-    text = Text(_printable(result.text), overflow="fold")
+    text = Text(printable(result.text), overflow="fold")
     full = next((r for r in results if r.label == "full"), result)
     if result.text != full.text:
-        text.stylize("yellow", compare_tokens(_printable(full.text), text.plain).equal_prefix)
+        text.stylize("yellow", compare_tokens(printable(full.text), text.plain).equal_prefix)
     return text
-
-
-def _printable(text: str) -> str:
-    """The text without control characters: a model may write any, and a terminal obeys some."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def _table(results: Sequence[GenerationResult]) -> Table:
@@ -746,9 +673,3 @@ def _show_number(value: float | None) -> str:
 def _show_part(count: int | None, ratio: float | None) -> str:
     # argparse formats help with %.
     return str(count) if ratio is None else f"{ratio:.4g} of the prompt"
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())

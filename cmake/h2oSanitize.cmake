@@ -2,8 +2,10 @@
 # are: what they do with memory is seen only where they call malloc, memcpy and the like.
 set(H2O_SANITIZE "" CACHE STRING "Build for `make sanitize`: address,undefined or thread")
 set_property(CACHE H2O_SANITIZE PROPERTY STRINGS "" address,undefined thread)
+set(h2o_kernel_optimization -O3)
 if(H2O_SANITIZE)
-  add_compile_options(-fsanitize=${H2O_SANITIZE} -fno-omit-frame-pointer -g1 -O1)
+  set(h2o_kernel_optimization -O1)
+  add_compile_options(-fsanitize=${H2O_SANITIZE} -fno-omit-frame-pointer -g1 ${h2o_kernel_optimization})
   add_link_options(-fsanitize=${H2O_SANITIZE})
 endif()
 if(H2O_SANITIZE MATCHES undefined)

@@ -7,6 +7,7 @@
 #   make bench                         set up, then the quick benchmarks: ratios to torch and to full caches (docs/benchmarks.md)
 #   make sanitize                      every C++ test under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
 #   make fuzz                          the fuzzers of tests/fuzz, FUZZ_SECONDS=120 each (needs clang)
+#   make cpp                           set up, then libh2o and h2o-generate, ready for cmake --install (docs/cpp.md)
 #   make build | lint | format | clean
 #
 # TORCH="torch==2.13.*"  another torch (only where the .venv has none yet)
@@ -34,7 +35,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/cuda_emulation/*.cuh' 'tests/fuzz/*.h' 'tests/fuzz/*.cpp' 'tests/sanitizers/*.h' 'examples/*.cpp' 'benchmarks/*.cpp')
 
-.PHONY: demo test test-cpp test-python sanitize asan tsan fuzz build setup lint format bench clean model
+.PHONY: demo test test-cpp test-python cpp sanitize asan tsan fuzz build setup lint format bench clean model
 demo: build model
 	$(BIN)/h2o-kv generate --compare local --max-new-tokens 100
 
@@ -48,6 +49,9 @@ test-cpp: build
 
 test-python: build model
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+cpp: build
+	cmake --build $(BUILD) -j $(JOBS)
 
 sanitize: asan tsan
 

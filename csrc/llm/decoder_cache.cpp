@@ -29,8 +29,12 @@ DecoderCache::DecoderCache(const DecoderConfig& config, const CacheOptions& opti
     : options_(options), policy_(keep_all(1)) {
   const int64_t longest = *std::max_element(prompt_lengths.begin(), prompt_lengths.end());
   const int64_t tokens = longest + max_new_tokens;
-  policy_ = options.policy ? with_counts(*options.policy, longest) : keep_all(tokens);
-  if (options.policy && options.policy->has_ratio()) {
+  if (options.policy) policy_ = with_counts(*options.policy, longest);
+  const bool has_ratio = options.policy && options.policy->has_ratio();
+  // No more slots than there are tokens.
+  if (!options.policy || (!has_ratio && policy_.budget().total() > tokens))
+    policy_ = keep_all(tokens);
+  if (has_ratio) {
     std::vector<int64_t> budgets;
     for (const int64_t length : prompt_lengths) {
       const Budget budget = options.policy->resolve(length);

@@ -31,6 +31,8 @@ class Keys {
                                 got);
   }
 
+  // Whether it is there, null or not.
+  bool has(const std::string& key) const { return object_.contains(key); }
   // Null where it is left out.
   const Json* find(const std::string& key) const {
     const auto found = object_.find(key);
@@ -166,10 +168,11 @@ RopeConfig read_rope(const Keys& top, int64_t head_dim, const char* theta_key, c
   return rope;
 }
 
-// One id, a list of them, or nothing.
+// One id, a list of them, or null for none.
 std::vector<int64_t> read_eos(const Keys& keys, std::vector<int64_t> otherwise) {
+  if (!keys.has("eos_token_id")) return otherwise;
   const Json* value = keys.find("eos_token_id");
-  if (value == nullptr) return otherwise;
+  if (value == nullptr) return {};
   const Json list = value->is_array() ? *value : Json::array({*value});
   std::vector<int64_t> ids;
   for (const Json& id : list) {
@@ -287,7 +290,9 @@ DecoderConfig load_decoder_config(const std::filesystem::path& folder) {
   if (std::filesystem::exists(generation)) {
     const std::string name = generation.string();
     const Json root = parse_json(read_text_file(generation), name);
-    config.eos_token_ids = read_eos(Keys(name, "", root), config.eos_token_ids);
+    const Keys keys(name, "", root);
+    // Null there leaves it to config.json.
+    if (keys.find("eos_token_id") != nullptr) config.eos_token_ids = read_eos(keys, {});
   }
   return config;
 }

@@ -148,6 +148,19 @@ h2o::llm::GenerateEvents written_events(bool kept) {
   return events;
 }
 
+// A learned table of positions is generate()'s to refuse; angles go on, into what no training has
+// seen.
+void note_length(const h2o::llm::DecoderConfig& config,
+                 const std::vector<std::vector<int64_t>>& prompts, int64_t max_new_tokens) {
+  size_t longest = 0;
+  for (const auto& prompt : prompts) longest = std::max(longest, prompt.size());
+  const int64_t positions = static_cast<int64_t>(longest) + max_new_tokens - 1;
+  if (config.architecture != h2o::llm::Architecture::kOpt && positions > config.max_positions) {
+    std::cerr << "h2o-generate: note: up to " << positions
+              << " positions, and the model was made for " << config.max_positions << '\n';
+  }
+}
+
 void run(const h2o::llm::Arguments& arguments) {
   const h2o::RunConfig& run = arguments.config.run;
   if (run.threads) at::set_num_threads(static_cast<int>(*run.threads));
@@ -173,6 +186,7 @@ void run(const h2o::llm::Arguments& arguments) {
   options.ignore_eos = arguments.ignore_eos;
   options.logprobs = arguments.logprobs;
 
+  note_length(config, prompts, run.max_new_tokens);
   std::vector<size_t> prompt_tokens, new_tokens;
   for (const auto& prompt : prompts) prompt_tokens.push_back(prompt.size());
   write({{"event", "start"},

@@ -115,6 +115,9 @@ TEST_CASE("tokens that end a text are one, several or none", "[decoder_config]")
   CHECK(parse(with(kLlama, {{"eos_token_id", 7}})).eos_token_ids == std::vector<int64_t>{7});
   CHECK(parse(with(kLlama, {{"eos_token_id", {7, 9}}})).eos_token_ids ==
         std::vector<int64_t>{7, 9});
+  CHECK(h2o::llm::parse_decoder_config(
+            with(kLlama, {{"x", 1}}).dump().insert(1, R"("eos_token_id": null, )"), "config.json")
+            .eos_token_ids.empty());
   check_refused(with(kLlama, {{"eos_token_id", "7"}}),
                 R"(eos_token_id must be an integer >= 0 or a list of them, got "7")");
   check_refused(with(kLlama, {{"eos_token_id", {7, -1}}}),

@@ -150,6 +150,18 @@ TEST_CASE("with room for all, both prefills and the full cache say the same", "[
   CHECK(model.run(prompts, options(12, h2o::Prefill::kOneShot)).tokens != expected.tokens);
 }
 
+TEST_CASE("a cache has no more slots than there are tokens", "[llm]") {
+  const Model model("tiny_opt");
+  GenerateOptions settings = options(4, h2o::Prefill::kOneShot);
+  settings.cache.policy = h2o::EvictionPolicy({.num_heavy = 1'000'000'000, .num_recent = 5});
+  GenerateOptions full = settings;
+  full.cache.policy.reset();
+  const auto result = model.run({prompt(30, 4)}, settings),
+             expected = model.run({prompt(30, 4)}, full);
+  CHECK(result.tokens == expected.tokens);
+  CHECK(result.kv_bytes == expected.kv_bytes);
+}
+
 TEST_CASE("a streaming prefill is cut in a row's own chunks across calls", "[llm]") {
   // Longer than one call of the layers, with a chunk that does not divide it.
   const Model model("tiny_gpt_neox");

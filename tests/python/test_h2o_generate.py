@@ -408,6 +408,16 @@ def test_opt_has_no_more_positions_than_its_table(tmp_path: Path) -> None:
     assert "prompts[0] and max_new_tokens must need at most 256 positions" in done.stderr
 
 
+def test_positions_beyond_the_models_own_are_noted(tmp_path: Path) -> None:
+    folder = _saved(tiny_model("llama"), tmp_path)
+    prompt = json.dumps([tokens(1, 250)[0].tolist()])
+    within = _call("--model", folder, "--max-new-tokens", 7, stdin=prompt)
+    beyond = _call("--model", folder, "--max-new-tokens", 8, stdin=prompt)
+    assert (within.returncode, within.stderr) == (0, "")
+    note = "h2o-generate: note: up to 257 positions, and the model was made for 256\n"
+    assert (beyond.returncode, beyond.stderr) == (0, note)
+
+
 def _edit_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     config = {**json.loads(file.read_text()), **changes}

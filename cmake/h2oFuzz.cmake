@@ -3,7 +3,7 @@
 # They are compiled by clang for libFuzzer where clang and its runtime are installed, else by the compiler of the rest
 # for tests/fuzz/replay.cpp, which takes the same arguments.
 include(ExternalProject)
-set(fuzzers fuzz_config fuzz_llm_config fuzz_policy fuzz_safetensors)
+set(fuzzers fuzz_config fuzz_llm_config fuzz_policy fuzz_safetensors fuzz_token_file)
 set(fuzz_source_dir ${PROJECT_SOURCE_DIR}/tests/fuzz)
 set(fuzz_dir ${PROJECT_BINARY_DIR}/tests/fuzz)
 

@@ -3,6 +3,7 @@
 #include <getopt.h>
 
 #include <array>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <functional>
@@ -138,7 +139,7 @@ Parsed parse_arguments(int argc, char** argv) {
   }
   known.push_back({nullptr, 0, nullptr, 0});
 
-  std::string policy;
+  std::optional<std::string> policy;
   std::vector<std::pair<const Option*, std::string>> given;
   opterr = 0;  // the messages are ours
   optind = 1;
@@ -147,7 +148,11 @@ Parsed parse_arguments(int argc, char** argv) {
     if (code == kHelp) return {kUsage, {}};
     if (code == kVersion) return {std::string("h2o-generate ") + version() + "\n", {}};
     if (code == '?' || code == ':') {
-      fail(in_quotes(argv[optind - 1]) + (code == ':' ? " needs a value" : " is no option") +
+      // Of letters behind one dash, argv's index does not say which it was.
+      const bool is_letter = code == '?' && std::isgraph(optopt) != 0;
+      const std::string name =
+          is_letter ? std::string("-") + static_cast<char>(optopt) : argv[optind - 1];
+      fail(in_quotes(name) + (code == ':' ? " needs a value" : " is no option") +
            "; --help lists them");
     }
     const std::string text = optarg == nullptr ? "" : optarg;
@@ -161,7 +166,7 @@ Parsed parse_arguments(int argc, char** argv) {
 
   // The file first, wherever it was named: options override it.
   Arguments arguments;
-  if (!policy.empty()) arguments.config = load_config(policy);
+  if (policy) arguments.config = load_config(*policy);
   arguments.model = arguments.config.model.name.value_or("");
   for (const auto& [option, text] : given) option->apply(arguments, option->name, text);
   if (arguments.model.empty()) {

@@ -13,8 +13,16 @@ EvictionPolicy keep_all(int64_t tokens) {
   return EvictionPolicy({.num_heavy = 0, .num_recent = tokens});
 }
 
-EvictionPolicy with_counts(const EvictionPolicy& policy, int64_t prompt_len) {
+// Where a part holds every token, so does the whole, and nothing is evicted: a larger part would
+// take memory and change nothing.
+Budget resolve(const EvictionPolicy& policy, int64_t prompt_len, int64_t tokens) {
   const Budget budget = policy.resolve(prompt_len);
+  return {.num_sink = std::min(budget.num_sink, tokens),
+          .num_heavy = std::min(budget.num_heavy, tokens),
+          .num_recent = std::min(budget.num_recent, tokens)};
+}
+
+EvictionPolicy with_counts(const EvictionPolicy& policy, const Budget& budget) {
   return EvictionPolicy({.num_heavy = budget.num_heavy,
                          .num_recent = budget.num_recent,
                          .num_sink = budget.num_sink,
@@ -29,7 +37,8 @@ DecoderCache::DecoderCache(const DecoderConfig& config, const CacheOptions& opti
     : options_(options), policy_(keep_all(1)) {
   const int64_t longest = *std::max_element(prompt_lengths.begin(), prompt_lengths.end());
   const int64_t tokens = longest + max_new_tokens;
-  if (options.policy) policy_ = with_counts(*options.policy, longest);
+  if (options.policy)
+    policy_ = with_counts(*options.policy, resolve(*options.policy, longest, tokens));
   const bool has_ratio = options.policy && options.policy->has_ratio();
   // No more slots than there are tokens.
   if (!options.policy || (!has_ratio && policy_.budget().total() > tokens))
@@ -37,7 +46,7 @@ DecoderCache::DecoderCache(const DecoderConfig& config, const CacheOptions& opti
   if (has_ratio) {
     std::vector<int64_t> budgets;
     for (const int64_t length : prompt_lengths) {
-      const Budget budget = options.policy->resolve(length);
+      const Budget budget = resolve(*options.policy, length, tokens);
       budgets.insert(budgets.end(), {budget.num_sink, budget.num_heavy, budget.num_recent});
     }
     row_budget_ = at::tensor(budgets, at::kLong)

@@ -126,11 +126,12 @@ constexpr std::array<std::pair<const char*, RopeConfig::Scaling>, 3> kScalings =
      {"llama3", RopeConfig::Scaling::kLlama3}}};
 
 // `rope_parameters` as transformers 5 writes it; before that, `rope_scaling` beside keys of the top
-// level, whose names differ from model to model.
+// level, whose names differ from model to model. Of both, transformers reads `rope_scaling`.
 RopeConfig read_rope(const Keys& top, int64_t head_dim, const char* theta_key, const char* part_key,
                      double part) {
-  const bool is_new = top.find("rope_parameters") != nullptr;
-  const std::optional<Keys> section = top.section(is_new ? "rope_parameters" : "rope_scaling");
+  const Json* scaling = top.find("rope_scaling");
+  const bool is_old = scaling != nullptr && !scaling->empty();
+  const std::optional<Keys> section = top.section(is_old ? "rope_scaling" : "rope_parameters");
   const Keys& keys = section ? *section : top;
   RopeConfig rope;
   rope.theta = top.positive(theta_key).value_or(rope.theta);
@@ -195,6 +196,11 @@ void read_llama(const Keys& keys, DecoderConfig& config) {
   config.activation =
       choice(keys, "hidden_act", keys.text("hidden_act").value_or("silu"), kActivations);
   config.rope = read_rope(keys, config.head_dim, "rope_theta", "partial_rotary_factor", 1.0);
+  if (config.rope.rotary_dim != config.head_dim) {  // transformers' LLaMA rotates all the same
+    keys.fail("partial_rotary_factor", "1 in a LLaMA model",
+              std::to_string(config.rope.rotary_dim) + " of " + std::to_string(config.head_dim) +
+                  " elements of a head");
+  }
   config.eos_token_ids = read_eos(keys, {2});
 }
 

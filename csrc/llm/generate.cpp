@@ -21,37 +21,6 @@ constexpr int64_t kStreamingCallTokens = 512;  // that a streaming prefill runs 
 
 using Prompts = std::vector<std::vector<int64_t>>;
 
-void check(const DecoderConfig& config, const Prompts& prompts, const GenerateOptions& options) {
-  const auto require = [](bool holds, const std::string& message) {
-    if (!holds) throw std::invalid_argument("generate: " + message);
-  };
-  require(!prompts.empty(), "prompts must have at least one row, got 0");
-  for (size_t row = 0; row < prompts.size(); ++row) {
-    const std::string name = "prompts[" + std::to_string(row) + "]";
-    require(!prompts[row].empty(), name + " must have at least one token, got 0");
-    for (const int64_t id : prompts[row]) {
-      require(id >= 0 && id < config.vocab_size, name + " must have tokens from 0 to " +
-                                                     std::to_string(config.vocab_size - 1) +
-                                                     ", got " + std::to_string(id));
-    }
-    const auto tokens = static_cast<int64_t>(prompts[row].size());
-    require(options.max_new_tokens >= 1 && options.max_new_tokens <= kMaxTokens - tokens,
-            "max_new_tokens must be from 1 to " + std::to_string(kMaxTokens - tokens) + ", got " +
-                std::to_string(options.max_new_tokens));
-    // A learned table ends. The last token that is chosen is not run.
-    const int64_t positions = tokens + options.max_new_tokens - 1;
-    require(config.architecture != Architecture::kOpt || positions <= config.max_positions,
-            name + " and max_new_tokens must need at most " + std::to_string(config.max_positions) +
-                " positions, which is all that the model has, got " + std::to_string(positions));
-  }
-  require(options.cache.prefill_chunk >= 1,
-          "prefill_chunk must be >= 1, got " + std::to_string(options.cache.prefill_chunk));
-  require(options.temperature >= 0,
-          "temperature must be >= 0, got " + std::to_string(options.temperature));
-  require(options.top_p > 0 && options.top_p <= 1,
-          "top_p must be > 0 and <= 1, got " + std::to_string(options.top_p));
-}
-
 // Columns begin..end-1 of every row, counted from its own first token. `ids` and `positions` are
 // filled by row and column on the CPU.
 Tokens columns(const Prompts& prompts, int64_t begin, int64_t end, at::Device device) {
@@ -183,10 +152,42 @@ std::string_view to_string(FinishReason reason) {
   return reason == FinishReason::kLength ? "length" : "eos";
 }
 
+void check_request(const DecoderConfig& config, const Prompts& prompts,
+                   const GenerateOptions& options) {
+  const auto require = [](bool holds, const std::string& message) {
+    if (!holds) throw std::invalid_argument("generate: " + message);
+  };
+  require(!prompts.empty(), "prompts must have at least one row, got 0");
+  for (size_t row = 0; row < prompts.size(); ++row) {
+    const std::string name = "prompts[" + std::to_string(row) + "]";
+    require(!prompts[row].empty(), name + " must have at least one token, got 0");
+    for (const int64_t id : prompts[row]) {
+      require(id >= 0 && id < config.vocab_size, name + " must have tokens from 0 to " +
+                                                     std::to_string(config.vocab_size - 1) +
+                                                     ", got " + std::to_string(id));
+    }
+    const auto tokens = static_cast<int64_t>(prompts[row].size());
+    require(options.max_new_tokens >= 1 && options.max_new_tokens <= kMaxTokens - tokens,
+            "max_new_tokens must be from 1 to " + std::to_string(kMaxTokens - tokens) + ", got " +
+                std::to_string(options.max_new_tokens));
+    // A learned table ends. The last token that is chosen is not run.
+    const int64_t positions = tokens + options.max_new_tokens - 1;
+    require(config.architecture != Architecture::kOpt || positions <= config.max_positions,
+            name + " and max_new_tokens must need at most " + std::to_string(config.max_positions) +
+                " positions, which is all that the model has, got " + std::to_string(positions));
+  }
+  require(options.cache.prefill_chunk >= 1,
+          "prefill_chunk must be >= 1, got " + std::to_string(options.cache.prefill_chunk));
+  require(options.temperature >= 0,
+          "temperature must be >= 0, got " + std::to_string(options.temperature));
+  require(options.top_p > 0 && options.top_p <= 1,
+          "top_p must be > 0 and <= 1, got " + std::to_string(options.top_p));
+}
+
 GenerateResult generate(Decoder& decoder, const DecoderConfig& config, const Prompts& prompts,
                         const GenerateOptions& options, const at::TensorOptions& tensor_options,
                         const GenerateEvents& events) {
-  check(config, prompts, options);
+  check_request(config, prompts, options);
   const c10::InferenceMode inference;
   const at::Device device = tensor_options.device();
   std::vector<int64_t> lengths;

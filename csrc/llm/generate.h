@@ -49,11 +49,15 @@ struct GenerateResult {
   int64_t kv_bytes = 0;
 };
 
+// Throws std::invalid_argument where an argument is out of range or the model has no position for
+// so many tokens. The model itself need not be loaded.
+void check_request(const DecoderConfig& config, const std::vector<std::vector<int64_t>>& prompts,
+                   const GenerateOptions& options);
+
 // Continues each of `prompts` (token ids, at least one each) until an end-of-text token or
 // max_new_tokens. Rows of different lengths run together, and none differs from what it would be
 // alone; one that has ended is padding. A streaming prefill cuts every row at the same places as if
-// it were alone. Throws std::invalid_argument, before anything runs, where an argument is out of
-// range or the model has no position for so many tokens.
+// it were alone. Throws what check_request() does, before anything runs.
 GenerateResult generate(Decoder& decoder, const DecoderConfig& config,
                         const std::vector<std::vector<int64_t>>& prompts,
                         const GenerateOptions& options, const at::TensorOptions& tensor_options,

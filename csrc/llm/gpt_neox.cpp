@@ -26,9 +26,7 @@ GptNeoX::GptNeoX(const DecoderConfig& config, const Weights& weights)
         .four_h_to_h = Linear::load(weights, layer + "mlp.dense_4h_to_h", hidden, inner, mlp_bias),
     });
   }
-  head_ = config.tied_embeddings
-              ? Linear(embedding_)
-              : Linear::load(weights, "embed_out", config.vocab_size, hidden, false);
+  head_ = load_head(weights, "embed_out", embedding_, config.tied_embeddings);
 }
 
 at::Tensor GptNeoX::forward(const Tokens& tokens, DecoderCache& cache) {

@@ -120,10 +120,14 @@ Event kept_positions(const h2o::llm::DecoderCache& cache) {
   return layers;
 }
 
+void write_text(const std::string& text) {
+  std::cout << text << std::flush;
+  if (!std::cout) throw std::runtime_error("standard output cannot be written");
+}
+
 // One event a line, on its way before the next token is computed.
 void write(const Event& event) {
-  std::cout << event.dump(-1, ' ', false, Event::error_handler_t::replace) << std::endl;
-  if (!std::cout) throw std::runtime_error("standard output cannot be written");
+  write_text(event.dump(-1, ' ', false, Event::error_handler_t::replace) + "\n");
 }
 
 h2o::llm::GenerateEvents written_events(bool kept) {
@@ -169,12 +173,6 @@ void run(const h2o::llm::Arguments& arguments) {
   const h2o::llm::DecoderConfig config = h2o::llm::load_decoder_config(arguments.model);
   const auto [dtype_name, dtype] = parse_dtype(arguments.config.model.dtype, config);
   const at::Device device = parse_device(run.device);
-  const auto decoder = h2o::llm::load_decoder(arguments.model, config, dtype, device);
-#if defined(__GLIBC__)
-  malloc_trim(0);  // what loading freed is more than a cache takes
-#endif
-  const std::chrono::duration<double> load = std::chrono::steady_clock::now() - start;
-
   h2o::llm::GenerateOptions options;
   if (!arguments.full) options.cache.policy = arguments.config.policy;
   options.cache.prefill = run.prefill;
@@ -185,6 +183,13 @@ void run(const h2o::llm::Arguments& arguments) {
   options.seed = run.seed;
   options.ignore_eos = arguments.ignore_eos;
   options.logprobs = arguments.logprobs;
+  h2o::llm::check_request(config, prompts, options);
+
+  const auto decoder = h2o::llm::load_decoder(arguments.model, config, dtype, device);
+#if defined(__GLIBC__)
+  malloc_trim(0);  // what loading freed is more than a cache takes
+#endif
+  const std::chrono::duration<double> load = std::chrono::steady_clock::now() - start;
 
   note_length(config, prompts, run.max_new_tokens);
   std::vector<size_t> prompt_tokens, new_tokens;
@@ -219,7 +224,7 @@ int main(int argc, char** argv) {
   try {
     const h2o::llm::Parsed parsed = h2o::llm::parse_arguments(argc, argv);
     if (parsed.answer) {
-      std::cout << *parsed.answer;
+      write_text(*parsed.answer);
     } else {
       run(parsed.arguments);
     }

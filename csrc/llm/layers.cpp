@@ -100,6 +100,12 @@ Linear Linear::load(const Weights& weights, const std::string& name, int64_t out
   return load(weights, std::vector{name}, {out}, in, has_bias);
 }
 
+Linear load_head(const Weights& weights, const std::string& name, const at::Tensor& embedding,
+                 bool tied) {
+  if (tied && !weights.has(name + ".weight")) return Linear(embedding);
+  return Linear::load(weights, name, embedding.size(0), embedding.size(1), false);
+}
+
 at::Tensor Linear::operator()(const at::Tensor& x) const {
   if (!packed_) return at::linear(x, weight_, bias_);
   return OneDnn::find()->apply.call(x, weight_, bias_, "none",

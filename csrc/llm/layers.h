@@ -33,6 +33,11 @@ class Linear {
   bool packed_ = false;
 };
 
+// The output matrix, which has the embedding's shape. Tied, it is the embedding, unless the files
+// hold one of its own: transformers 5 ties only what is equal.
+Linear load_head(const Weights& weights, const std::string& name, const at::Tensor& embedding,
+                 bool tied);
+
 struct LayerNorm {
   std::optional<at::Tensor> weight, bias;  // [size]
   double eps;

@@ -31,9 +31,7 @@ Llama::Llama(const DecoderConfig& config, const Weights& weights)
         .down = Linear::load(weights, mlp + "down_proj", hidden, inner, mlp_bias),
     });
   }
-  head_ = config.tied_embeddings
-              ? Linear(embedding_)
-              : Linear::load(weights, "lm_head", config.vocab_size, hidden, false);
+  head_ = load_head(weights, "lm_head", embedding_, config.tied_embeddings);
 }
 
 at::Tensor Llama::forward(const Tokens& tokens, DecoderCache& cache) {

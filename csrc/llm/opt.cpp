@@ -41,9 +41,7 @@ Opt::Opt(const DecoderConfig& config, const Weights& weights) : config_(config) 
     });
   }
   if (config.final_norm) final_norm_ = norm(root + "final_layer_norm");
-  head_ = config.tied_embeddings
-              ? Linear(embedding_)
-              : Linear::load(weights, "lm_head", config.vocab_size, narrow, false);
+  head_ = load_head(weights, "lm_head", embedding_, config.tied_embeddings);
 }
 
 at::Tensor Opt::forward(const Tokens& tokens, DecoderCache& cache) {

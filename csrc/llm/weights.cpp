@@ -119,7 +119,8 @@ Weights::Weights(const std::filesystem::path& folder, at::ScalarType dtype, at::
     }
   };
   const std::filesystem::path index = folder / "model.safetensors.index.json";
-  if (!std::filesystem::exists(index)) {
+  // An index beside the whole file is left from an earlier save; transformers passes it over too.
+  if (std::filesystem::exists(folder / "model.safetensors") || !std::filesystem::exists(index)) {
     read("model.safetensors");
     return;
   }

@@ -12,9 +12,9 @@ namespace h2o::llm {
 
 class MappedFile;
 
-// The tensors of a model folder: model.safetensors, or the files that model.safetensors.index.json
-// names. The files are mapped into memory and read as the tensors are used; other processes with
-// the same model share the pages.
+// The tensors of a model folder: model.safetensors, or without it the files that
+// model.safetensors.index.json names. The files are mapped into memory and read as the tensors are
+// used; other processes with the same model share the pages.
 class Weights {
  public:
   // What take() gives is `dtype` on `device`: the mapped bytes themselves where the file holds that

@@ -237,9 +237,15 @@ def convert_model(
         for file in written.glob("*.safetensors"):  # which come for the owner's eyes alone
             file.chmod((written / "config.json").stat().st_mode)
         _check_replaceable(target, force=force)
-        if target.exists():
-            target.rename(staging / "old")
-        written.rename(target)
+        old = staging / "old"
+        try:
+            if target.exists():
+                target.rename(old)
+            written.rename(target)
+        except BaseException:  # an interrupt too: what stood there is all that the user has
+            if old.exists() and not target.exists():
+                old.rename(target)
+            raise
     except OSError as error:
         raise ModelLoadError(
             f"convert_model: cannot write {target}: {error.strerror or _first_line(error)}"

@@ -140,7 +140,7 @@ def _tokens(name: str, lines: Iterable[str]) -> Iterator[tuple[int, int]]:
     number, line = first
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         # One value over several lines; a line of h2o-generate is whole.
         text = "\n" * (number - 1) + line + "".join(line for _, line in numbered)
         value = _parse(name, 1, text)
@@ -201,6 +201,8 @@ def _parse(name: str, number: int, line: str) -> Any:
     except json.JSONDecodeError as error:
         number += error.lineno - 1
         raise UserError(f"{name}, line {number}: must be JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        raise UserError(f"{name}, line {number}: cannot be read: {one_line(error)}") from error
 
 
 def _integer(where: str, event: dict[str, Any], key: str) -> int:

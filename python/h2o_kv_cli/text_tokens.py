@@ -149,4 +149,7 @@ def _adds_tokens_in_python(folder: Path) -> bool:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return bool(config.get("add_bos_token") or config.get("add_eos_token"))
+    # What is no object is for transformers to refuse.
+    return not isinstance(config, dict) or bool(
+        config.get("add_bos_token") or config.get("add_eos_token")
+    )

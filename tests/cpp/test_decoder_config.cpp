@@ -97,6 +97,14 @@ TEST_CASE("rotary positions are read as transformers 5 and 4 write them", "[deco
     CHECK(rope.high_freq_factor == 4.0);
     CHECK(rope.original_max_positions == 8192);
   }
+  // Of both, rope_scaling; an empty one is none.
+  const Json linear = {{"type", "linear"}, {"factor", 2.0}};
+  Json both = with(kLlama, {{"rope_parameters", {{"rope_theta", 7.0}}}, {"rope_scaling", linear}});
+  CHECK(parse(both).rope.scaling == RopeConfig::Scaling::kLinear);
+  CHECK(parse(both).rope.theta == 10000.0);
+  both["rope_scaling"] = Json::object();
+  CHECK(parse(both).rope.scaling == RopeConfig::Scaling::kNone);
+  CHECK(parse(both).rope.theta == 7.0);
   check_refused(with(kLlama, {{"rope_scaling", {{"type", "linear"}}}}),
                 "rope_scaling.factor must be given, got none");
   check_refused(with(kLlama, {{"rope_scaling", {{"type", "dynamic"}, {"factor", 2}}}}),
@@ -109,6 +117,8 @@ TEST_CASE("rotary positions are read as transformers 5 and 4 write them", "[deco
   check_refused(with(kGptNeoX, {{"rotary_pct", 0.1}}),
                 "partial_rotary_factor must be such that an even number of a head's 16 elements is "
                 "rotated, got 0.100000");
+  check_refused(with(kLlama, {{"partial_rotary_factor", 0.5}}),
+                "partial_rotary_factor must be 1 in a LLaMA model, got 8 of 16 elements of a head");
 }
 
 TEST_CASE("tokens that end a text are one, several or none", "[decoder_config]") {

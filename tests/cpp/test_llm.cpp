@@ -160,6 +160,13 @@ TEST_CASE("a cache has no more slots than there are tokens", "[llm]") {
              expected = model.run({prompt(30, 4)}, full);
   CHECK(result.tokens == expected.tokens);
   CHECK(result.kv_bytes == expected.kv_bytes);
+
+  // Beside a ratio each part is held to that by itself.
+  settings.cache.policy =
+      h2o::EvictionPolicy({.num_heavy = 10'000, .num_sink = 2, .recent_ratio = 0.1});
+  const auto mixed = model.run({prompt(30, 4), prompt(9, 5)}, settings);
+  CHECK(mixed.tokens[0] == expected.tokens[0]);
+  CHECK(mixed.kv_bytes < 4 * expected.kv_bytes);
 }
 
 TEST_CASE("a streaming prefill is cut in a row's own chunks across calls", "[llm]") {
@@ -334,6 +341,10 @@ TEST_CASE("an index names the files of its folder", "[llm]") {
   folder.write("a.safetensors",
                safetensors(R"({"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})", {7}));
   CHECK(Weights(folder.path(), at::kFloat, at::kCPU).take("w", {1}).item<float>() == 7.0F);
+  // A model that was saved whole over its shards leaves the index.
+  folder.write("model.safetensors",
+               safetensors(R"({"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})", {8}));
+  CHECK(Weights(folder.path(), at::kFloat, at::kCPU).take("w", {1}).item<float>() == 8.0F);
 }
 
 TEST_CASE("a token file is an object, rows or one row", "[llm]") {

@@ -143,6 +143,27 @@ def test_a_folder_with_content_is_kept_unless_it_is_a_model_and_force_is_given(
     assert (target / "config.json").exists()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(16, "busy")])
+def test_a_model_that_is_to_be_replaced_comes_back_when_the_new_one_cannot_take_its_place(
+    error: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+    assert main(["convert", str(source), str(target)]) == 0
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    rename = Path.rename
+
+    def fail(self: Path, to: Path) -> Path:
+        if self.name == "new":
+            raise error
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    status = main(["convert", str(source), str(target), "--force", "--dtype", "bfloat16"])
+    assert status == (130 if error is KeyboardInterrupt else 2)
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

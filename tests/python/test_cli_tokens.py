@@ -177,6 +177,12 @@ def test_mistakes_in_files_of_tokenize_are_one_line(
     (tmp_path / "tokenizer.json").write_text("{")
     line = error_line(["tokenize", "--model", str(tmp_path), "a"], capsys)
     assert_matches(rf"h2o-kv tokenize: cannot read {tmp_path}/tokenizer.json: .*", line)
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    line = error_line(["tokenize", "--model", str(tmp_path), "a"], capsys)
+    assert_matches(r"h2o-kv tokenize: load_model: .*", line)
+    (tmp_path / "config.json").write_text(Path(folder, "config.json").read_text())
+    line = error_line(["tokenize", "--model", str(tmp_path), "a"], capsys)
+    assert_matches(r"h2o-kv tokenize: load_model: .*", line)
 
 
 def test_chat_needs_a_template(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,6 +326,9 @@ DONE = '{"event": "done"}\n'
         (START + TOKEN.replace("5", '"5"') + DONE, r', line 2: token must be .*, got "5"'),
         (START + TOKEN.replace('"row": 0, ', "") + DONE, r", line 2: row must be .*, got null"),
         (START + TOKEN + TOKEN + DONE, r", line 3: index of row 0 must be 1, got 0"),
+        ("[" * 100_000, r", line 1: cannot be read: maximum recursion depth .*"),
+        ("[" + "1" * 5000 + "]", r", line 1: cannot be read: Exceeds the limit .*"),
+        (START + TOKEN.replace("5", "1" * 5000), r", line 2: cannot be read: Exceeds .*"),
         (START + TOKEN, r' must end with "done", but ends after line 2'),
     ],
 )

@@ -3,6 +3,10 @@
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <stdexcept>
+#include <string>
 
 #include "h2o/ops/attention_decode.h"
 
@@ -29,6 +33,34 @@ EvictionPolicy with_counts(const EvictionPolicy& policy, const Budget& budget) {
                          .gqa_reduce = policy.gqa_reduce()});
 }
 
+// MemAvailable of the system in bytes; none where it does not tell.
+std::optional<double> available_memory() {
+  std::ifstream info("/proc/meminfo");
+  for (std::string line; std::getline(info, line);) {
+    if (line.starts_with("MemAvailable:")) return 1024 * std::stod(line.substr(line.find(':') + 1));
+  }
+  return std::nullopt;
+}
+
+// Linux grants more memory than there is, and ends the process that uses it.
+void check_memory(const DecoderConfig& config, int64_t batch, int64_t slots,
+                  const at::TensorOptions& options) {
+  if (!options.device().is_cpu()) return;  // others refuse to allocate
+  const auto element = static_cast<double>(options.dtype().itemsize());
+  const double slot =
+      2 * static_cast<double>(config.head_dim) * element + std::max(4.0, element) + 4;
+  const double needed = slot * static_cast<double>(slots) * static_cast<double>(batch) *
+                        static_cast<double>(config.num_layers * config.num_kv_heads);
+  const auto available = available_memory();
+  if (available && needed > *available) {
+    const auto megabytes = [](double bytes) { return std::to_string(std::llround(bytes / 1e6)); };
+    throw std::invalid_argument("generate: the KV cache must fit into memory, got " +
+                                std::to_string(slots) + " slots of each layer and row, " +
+                                megabytes(needed) + " MB, and " + megabytes(*available) +
+                                " MB available");
+  }
+}
+
 }  // namespace
 
 DecoderCache::DecoderCache(const DecoderConfig& config, const CacheOptions& options,
@@ -53,9 +85,10 @@ DecoderCache::DecoderCache(const DecoderConfig& config, const CacheOptions& opti
                       .view({static_cast<int64_t>(prompt_lengths.size()), 3})
                       .to(tensor_options.device());
   }
+  const auto batch = static_cast<int64_t>(prompt_lengths.size());
+  check_memory(config, batch, policy_.budget().total(), tensor_options);
   for (int64_t layer = 0; layer < config.num_layers; ++layer) {
-    layers_.push_back(KVCache::allocate(static_cast<int64_t>(prompt_lengths.size()),
-                                        config.num_kv_heads, policy_.budget().total(),
+    layers_.push_back(KVCache::allocate(batch, config.num_kv_heads, policy_.budget().total(),
                                         config.head_dim, tensor_options));
   }
 }

@@ -135,9 +135,11 @@ RopeConfig read_rope(const Keys& top, int64_t head_dim, const char* theta_key, c
   const Keys& keys = section ? *section : top;
   RopeConfig rope;
   rope.theta = top.positive(theta_key).value_or(rope.theta);
-  rope.theta = keys.positive("rope_theta").value_or(rope.theta);
   part = top.positive(part_key).value_or(part);
-  part = keys.positive("partial_rotary_factor").value_or(part);
+  if (section) {
+    rope.theta = keys.positive("rope_theta").value_or(rope.theta);
+    part = keys.positive("partial_rotary_factor").value_or(part);
+  }
   const double rotary_dim = std::floor(static_cast<double>(head_dim) * part);
   if (!(rotary_dim >= 2 && rotary_dim <= static_cast<double>(head_dim) &&
         std::fmod(rotary_dim, 2) == 0)) {

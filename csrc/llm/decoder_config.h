@@ -63,8 +63,8 @@ struct DecoderConfig {
 // or asks for what is not built (sliding windows, other rope scalings, other activations).
 DecoderConfig parse_decoder_config(std::string_view text, const std::string& name);
 
-// Of a model folder: config.json, and generation_config.json's eos_token_id where there is one, as
-// transformers' generate has it. A file that cannot be read throws std::system_error.
+// Of a model folder: config.json, but eos_token_id of generation_config.json where that file has
+// one. A file that cannot be read throws std::system_error.
 DecoderConfig load_decoder_config(const std::filesystem::path& folder);
 
 }  // namespace h2o::llm

@@ -30,6 +30,9 @@ class MappedFile {
     const auto fail = [&] {
       throw std::system_error(errno, std::generic_category(), path.string());
     };
+    if (std::filesystem::exists(path) && !std::filesystem::is_regular_file(path)) {
+      throw std::invalid_argument(path.string() + ": must be a file");  // a pipe would wait forever
+    }
     const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
     if (file < 0) fail();
     struct stat status = {};

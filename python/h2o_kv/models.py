@@ -416,6 +416,10 @@ def _check_replaceable(folder: Path, *, force: bool) -> None:
         return
     if not folder.is_dir():
         raise ValueError(f"convert_model: folder must be a folder, got the file {folder}")
+    if folder.resolve() == Path.cwd():
+        raise ValueError(
+            "convert_model: folder must not be the current one, which would be replaced"
+        )
     content = list(folder.iterdir())
     is_model = (folder / "config.json").is_file() and all(file.is_file() for file in content)
     if content and not (force and is_model):

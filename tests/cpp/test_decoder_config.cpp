@@ -78,6 +78,8 @@ TEST_CASE("what an OPT and a GPT-NeoX config leave out is transformers' default"
   CHECK(parse(with(kGptNeoX, {{"rotary_pct", 1.0}, {"rotary_emb_base", 500}})).rope.rotary_dim ==
         16);
   CHECK(parse(with(kGptNeoX, {{"rotary_emb_base", 500}})).rope.theta == 500.0);
+  CHECK(parse(with(kGptNeoX, {{"rope_theta", 500}})).rope.theta ==
+        10000.0);  // another model's name
 }
 
 TEST_CASE("rotary positions are read as transformers 5 and 4 write them", "[decoder_config]") {

@@ -5,6 +5,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros_like.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -167,6 +168,28 @@ TEST_CASE("a cache has no more slots than there are tokens", "[llm]") {
   const auto mixed = model.run({prompt(30, 4), prompt(9, 5)}, settings);
   CHECK(mixed.tokens[0] == expected.tokens[0]);
   CHECK(mixed.kv_bytes < 4 * expected.kv_bytes);
+}
+
+TEST_CASE("a cache that memory cannot hold is refused", "[llm]") {
+  const Model model("tiny_gpt_neox");
+  GenerateOptions settings = options(2'000'000'000, h2o::Prefill::kOneShot);
+  settings.cache.policy.reset();
+  std::string message;
+  try {
+    model.run({prompt(3, 1)}, settings);
+  } catch (const std::invalid_argument& error) {
+    message = error.what();
+  }
+  CHECK(message.find(
+            "the KV cache must fit into memory, got 2000000003 slots of each layer and row, ") !=
+        std::string::npos);
+}
+
+TEST_CASE("weights come from files", "[llm]") {
+  const TemporaryFolder folder;
+  REQUIRE(mkfifo((folder.path() / "model.safetensors").c_str(), 0600) == 0);
+  CHECK_THROWS_WITH(Weights(folder.path(), at::kFloat, at::kCPU),
+                    (folder.path() / "model.safetensors").string() + ": must be a file");
 }
 
 TEST_CASE("a streaming prefill is cut in a row's own chunks across calls", "[llm]") {

@@ -110,6 +110,17 @@ def test_weights_are_cast_and_split(
         assert torch.equal(tensors[name], tensor.bfloat16()), name
 
 
+def test_the_folder_that_the_shell_stands_in_is_not_replaced(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = error_line(["convert", str(source), "."], capsys)
+    assert line.startswith("h2o-kv convert: convert_model: folder must not be the current one")
+
+
 def test_a_folder_with_content_is_kept_unless_it_is_a_model_and_force_is_given(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

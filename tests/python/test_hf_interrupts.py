@@ -484,7 +484,11 @@ def test_ctrl_c_in_generate_is_taken_back() -> None:
         timer.join()
         seen = cache.get_seq_length() - ids.shape[1]
         if seen == new - 1:
-            break
+            if interrupts > 3:
+                break
+            # The timers came too late, on a machine that is busy.
+            text, cache = ids, H2OCache(model.config, FULL)
+            continue
         text = torch.cat([ids, want[:, : max(seen, 0) + 1]], 1) if seen >= 0 else ids
     assert interrupts > 3
     whole = H2OCache(model.config, FULL)

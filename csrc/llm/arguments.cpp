@@ -162,7 +162,10 @@ Parsed parse_arguments(int argc, char** argv) {
       given.emplace_back(&options()[static_cast<size_t>(code)], text);
     }
   }
-  if (optind < argc) fail(in_quotes(argv[optind]) + " is no option; --help lists them");
+  if (optind < argc) {
+    fail("there are options only, got the argument " + in_quotes(argv[optind]) +
+         "; --help lists them");
+  }
 
   // The file first, wherever it was named: options override it.
   Arguments arguments;

@@ -340,7 +340,7 @@ _REFUSALS = {
     "letters": (("--model", "x", "-abc"), '"-a" is no option'),
     "flag with a value": (("--model", "x", "--full=3"), '"--full=3" is no option'),
     "empty policy": (("--model", _TINY_MODELS[0], "--policy", ""), ": No such file or directory"),
-    "word": (("--model", "x", "y"), '"y" is no option'),
+    "word": (("--model", "x", "y"), 'there are options only, got the argument "y"'),
     "count": (
         ("--model", "x", "--max-new-tokens", "0"),
         '--max-new-tokens must be an integer from 1 to 2147483647, got "0"',

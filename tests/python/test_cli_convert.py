@@ -231,7 +231,7 @@ def test_the_default_model_becomes_a_folder(
     assert main(["convert", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     out, err = capsys.readouterr()
     assert "LlamaForCausalLM, bfloat16, 134,515,008 weights" in out
-    assert "writing" in err
+    assert "%" in err  # which texts the bar shows depends on how fast they pass
     tensors = read_safetensors(tmp_path / "out" / "model.safetensors")
     expected = load_model(dtype="bfloat16")[0].state_dict()
     assert len(tensors) == 272  # the head is the embedding

@@ -12,7 +12,6 @@
 namespace h2o {
 namespace {
 
-constexpr int64_t kMaxThreads = 1024;
 constexpr std::array<std::string_view, 5> kDtypes = {"auto", "float32", "float16", "bfloat16",
                                                      "float64"};
 

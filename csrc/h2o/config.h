@@ -29,6 +29,8 @@ struct ModelConfig {
   friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
 };
 
+inline constexpr int64_t kMaxThreads = 1024;
+
 struct RunConfig {
   Prefill prefill = Prefill::kOneShot;
   int64_t prefill_chunk = 64;    // tokens, >= 1; what a streaming prefill takes at a time
@@ -37,7 +39,8 @@ struct RunConfig {
   double temperature = 0.0;      // >= 0; 0 = greedy
   double top_p = 1.0;            // 0 < top_p <= 1
   std::string device = "auto";   // or "cpu", "cuda", "cuda:<index>"
-  std::optional<int64_t> threads = std::nullopt;  // CPU threads, 1..1024; none = PyTorch's choice
+  std::optional<int64_t> threads =
+      std::nullopt;  // CPU threads, 1..kMaxThreads; none = PyTorch's choice
 
   friend bool operator==(const RunConfig&, const RunConfig&) = default;
 };

@@ -120,7 +120,7 @@ const std::vector<Option>& options() {
       {"seed", true, count(0, std::numeric_limits<int64_t>::max(), &RunConfig::seed)},
       {"dtype", true, [](Arguments& a, Text, Text text) { a.config.model.dtype = text; }},
       {"device", true, [](Arguments& a, Text, Text text) { a.config.run.device = text; }},
-      {"threads", true, count(1, 1024, &RunConfig::threads)},
+      {"threads", true, count(1, kMaxThreads, &RunConfig::threads)},
   };
   return all;
 }

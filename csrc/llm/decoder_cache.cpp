@@ -4,11 +4,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <stdexcept>
 #include <string>
 
 #include "h2o/ops/attention_decode.h"
+#include "llm/proc.h"
 
 namespace h2o::llm {
 namespace {
@@ -17,8 +17,8 @@ EvictionPolicy keep_all(int64_t tokens) {
   return EvictionPolicy({.num_heavy = 0, .num_recent = tokens});
 }
 
-// Where a part holds every token, so does the whole, and nothing is evicted: a larger part would
-// take memory and change nothing.
+// The policy's counts after a prompt. Where a part holds every token, so does the whole, and
+// nothing is evicted: a larger part would take memory and change nothing.
 Budget resolve(const EvictionPolicy& policy, int64_t prompt_len, int64_t tokens) {
   const Budget budget = policy.resolve(prompt_len);
   return {.num_sink = std::min(budget.num_sink, tokens),
@@ -26,32 +26,45 @@ Budget resolve(const EvictionPolicy& policy, int64_t prompt_len, int64_t tokens)
           .num_recent = std::min(budget.num_recent, tokens)};
 }
 
-EvictionPolicy with_counts(const EvictionPolicy& policy, const Budget& budget) {
+int64_t largest(const std::vector<int64_t>& lengths) {
+  return *std::max_element(lengths.begin(), lengths.end());
+}
+
+bool has_ratio(const CacheOptions& options) {
+  return options.policy && options.policy->has_ratio();
+}
+
+// What a cache has room for: the counts of the longest row, and no more slots than it will have
+// tokens where rows do not differ.
+EvictionPolicy with_counts(const CacheOptions& options, int64_t longest, int64_t max_new_tokens) {
+  const int64_t tokens = longest + max_new_tokens;
+  if (!options.policy) return keep_all(tokens);
+  const Budget budget = resolve(*options.policy, longest, tokens);
+  if (!has_ratio(options) && budget.total() > tokens) return keep_all(tokens);
   return EvictionPolicy({.num_heavy = budget.num_heavy,
                          .num_recent = budget.num_recent,
                          .num_sink = budget.num_sink,
-                         .gqa_reduce = policy.gqa_reduce()});
+                         .gqa_reduce = options.policy->gqa_reduce()});
 }
 
-// MemAvailable of the system in bytes; none where it does not tell.
-std::optional<double> available_memory() {
-  std::ifstream info("/proc/meminfo");
-  for (std::string line; std::getline(info, line);) {
-    if (line.starts_with("MemAvailable:")) return 1024 * std::stod(line.substr(line.find(':') + 1));
+int64_t bytes_of(const KVCache& layer) {
+  int64_t bytes = 0;
+  for (const at::Tensor* tensor :
+       {&layer.k_cache, &layer.v_cache, &layer.scores, &layer.positions}) {
+    bytes += static_cast<int64_t>(tensor->nbytes());
   }
-  return std::nullopt;
+  return bytes;
 }
 
 // Linux grants more memory than there is, and ends the process that uses it.
 void check_memory(const DecoderConfig& config, int64_t batch, int64_t slots,
                   const at::TensorOptions& options) {
   if (!options.device().is_cpu()) return;  // others refuse to allocate
-  const auto element = static_cast<double>(options.dtype().itemsize());
-  const double slot =
-      2 * static_cast<double>(config.head_dim) * element + std::max(4.0, element) + 4;
-  const double needed = slot * static_cast<double>(slots) * static_cast<double>(batch) *
-                        static_cast<double>(config.num_layers * config.num_kv_heads);
-  const auto available = available_memory();
+  const KVCache slot =
+      KVCache::allocate(batch, config.num_kv_heads, 1, config.head_dim, options.device(at::kMeta));
+  const double needed =
+      static_cast<double>(bytes_of(slot) * config.num_layers) * static_cast<double>(slots);
+  const auto available = proc_bytes("/proc/meminfo", "MemAvailable");
   if (available && needed > *available) {
     const auto megabytes = [](double bytes) { return std::to_string(std::llround(bytes / 1e6)); };
     throw std::invalid_argument("generate: the KV cache must fit into memory, got " +
@@ -66,30 +79,22 @@ void check_memory(const DecoderConfig& config, int64_t batch, int64_t slots,
 DecoderCache::DecoderCache(const DecoderConfig& config, const CacheOptions& options,
                            const std::vector<int64_t>& prompt_lengths, int64_t max_new_tokens,
                            const at::TensorOptions& tensor_options)
-    : options_(options), policy_(keep_all(1)) {
-  const int64_t longest = *std::max_element(prompt_lengths.begin(), prompt_lengths.end());
-  const int64_t tokens = longest + max_new_tokens;
-  if (options.policy)
-    policy_ = with_counts(*options.policy, resolve(*options.policy, longest, tokens));
-  const bool has_ratio = options.policy && options.policy->has_ratio();
-  // No more slots than there are tokens.
-  if (!options.policy || (!has_ratio && policy_.budget().total() > tokens))
-    policy_ = keep_all(tokens);
-  if (has_ratio) {
+    : options_(options), policy_(with_counts(options, largest(prompt_lengths), max_new_tokens)) {
+  const auto batch = static_cast<int64_t>(prompt_lengths.size());
+  if (has_ratio(options)) {
+    const int64_t tokens = largest(prompt_lengths) + max_new_tokens;
     std::vector<int64_t> budgets;
     for (const int64_t length : prompt_lengths) {
       const Budget budget = resolve(*options.policy, length, tokens);
       budgets.insert(budgets.end(), {budget.num_sink, budget.num_heavy, budget.num_recent});
     }
-    row_budget_ = at::tensor(budgets, at::kLong)
-                      .view({static_cast<int64_t>(prompt_lengths.size()), 3})
-                      .to(tensor_options.device());
+    row_budget_ = at::tensor(budgets, at::kLong).view({batch, 3}).to(tensor_options.device());
   }
-  const auto batch = static_cast<int64_t>(prompt_lengths.size());
-  check_memory(config, batch, policy_.budget().total(), tensor_options);
+  const int64_t slots = policy_.budget().total();
+  check_memory(config, batch, slots, tensor_options);
   for (int64_t layer = 0; layer < config.num_layers; ++layer) {
-    layers_.push_back(KVCache::allocate(batch, config.num_kv_heads, policy_.budget().total(),
-                                        config.head_dim, tensor_options));
+    layers_.push_back(
+        KVCache::allocate(batch, config.num_kv_heads, slots, config.head_dim, tensor_options));
   }
 }
 
@@ -111,12 +116,7 @@ std::vector<int64_t> DecoderCache::tokens_kept() const {
 
 int64_t DecoderCache::nbytes() const {
   int64_t bytes = 0;
-  for (const KVCache& layer : layers_) {
-    for (const at::Tensor* tensor :
-         {&layer.k_cache, &layer.v_cache, &layer.scores, &layer.positions}) {
-      bytes += static_cast<int64_t>(tensor->nbytes());
-    }
-  }
+  for (const KVCache& layer : layers_) bytes += bytes_of(layer);
   return bytes;
 }
 

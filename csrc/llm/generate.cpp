@@ -1,6 +1,5 @@
 #include "llm/generate.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/log_softmax.h>

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <fstream>
 #include <iostream>
 #include <iterator>
 #include <optional>
@@ -25,11 +24,11 @@
 #include "llm/decoder.h"
 #include "llm/decoder_config.h"
 #include "llm/generate.h"
+#include "llm/proc.h"
 #include "llm/token_file.h"
 
 namespace {
 
-using h2o::Json;
 using Event = nlohmann::ordered_json;
 
 [[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
@@ -78,13 +77,8 @@ std::vector<std::vector<int64_t>> read_prompts(const std::string& file) {
 }
 
 // A figure of this process in MB (10^6 bytes), e.g. VmRSS; 0 where the system does not tell.
-double memory_mb(const std::string& field) {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
-    if (line.rfind(field + ":", 0) == 0)
-      return std::stod(line.substr(field.size() + 1)) * 1024 / 1e6;
-  }
-  return 0.0;
+double memory_mb(const char* field) {
+  return h2o::llm::proc_bytes("/proc/self/status", field).value_or(0) / 1e6;
 }
 
 // Quantiles of what was measured; nulls where nothing was.

@@ -15,6 +15,7 @@ endif()
 install(EXPORT h2oTargets NAMESPACE h2o:: DESTINATION ${package_dir} COMPONENT cpp)
 install(FILES
   csrc/h2o/budget.h csrc/h2o/config.h csrc/h2o/eviction_policy.h csrc/h2o/export.h csrc/h2o/h2o.h csrc/h2o/kv_cache.h
+  csrc/h2o/scoring.h
   ${PROJECT_BINARY_DIR}/include/h2o/version.h
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/h2o COMPONENT cpp)
 install(FILES csrc/h2o/ops/attention_decode.h csrc/h2o/ops/evict.h csrc/h2o/ops/prefill_select.h csrc/h2o/ops/rotate.h

@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <filesystem>
-#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -63,7 +62,7 @@ double to_number(const std::string& who, const std::string& name, py::handle val
 // The values of a call's arguments in the order of `defaults`, each by its name or left out.
 std::vector<py::object> by_keyword(
     const std::string& who, const py::args& args, const py::kwargs& kwargs,
-    std::initializer_list<std::pair<const char*, py::object>> defaults) {
+    const std::vector<std::pair<const char*, py::object>>& defaults) {
   if (!args.empty()) {
     throw py::type_error(who + ": arguments must be given by keyword, as in " +
                          defaults.begin()->first + "=..., got " + std::to_string(args.size()) +
@@ -92,29 +91,94 @@ std::vector<py::object> by_keyword(
 
 constexpr const char* kPolicy = "EvictionPolicy";
 
-h2o::EvictionPolicy make_policy(py::handle num_heavy, py::handle num_recent, py::handle num_sink,
-                                py::handle heavy_ratio, py::handle recent_ratio,
-                                py::handle gqa_reduce) {
+// The arguments of EvictionPolicy in Python, with their defaults: in this order a pickle holds
+// them.
+std::vector<std::pair<const char*, py::object>> policy_arguments() {
+  return {{"num_heavy", py::none()},        {"num_recent", py::none()},
+          {"num_sink", py::int_(0)},        {"heavy_ratio", py::none()},
+          {"recent_ratio", py::none()},     {"gqa_reduce", py::str("sum")},
+          {"score_rule", py::str("sum")},   {"score_decay", py::float_(1.0)},
+          {"score_seed", py::int_(0)},      {"score_queries", py::int_(0)},
+          {"score_pool", py::int_(1)},      {"pattern_stride", py::int_(0)},
+          {"pattern_columns", py::int_(0)}, {"read_slots", py::int_(0)},
+          {"read_page", py::int_(1)}};
+}
+
+// From their values, in that order.
+h2o::EvictionPolicy make_policy(const std::vector<py::object>& values) {
+  auto next = values.begin();
+  const auto arguments = policy_arguments();
+  auto argument = arguments.begin();
+  // Each takes the next argument.
+  const auto count = [&] { return to_count(kPolicy, (argument++)->first, *next++); };
+  const auto number = [&] { return to_number(kPolicy, (argument++)->first, *next++); };
+  const auto text = [&] {
+    if (!py::isinstance<py::str>(*next)) fail_type(kPolicy, argument->first, "a string", *next);
+    ++argument;
+    return (next++)->cast<std::string>();
+  };
+  const auto if_given = [&](auto& option, const auto& read) {
+    if (next->is_none()) {
+      ++next, ++argument;
+    } else {
+      option = read();
+    }
+  };
   h2o::EvictionPolicyOptions options;
-  if (!num_heavy.is_none()) options.num_heavy = to_count(kPolicy, "num_heavy", num_heavy);
-  if (!num_recent.is_none()) options.num_recent = to_count(kPolicy, "num_recent", num_recent);
-  options.num_sink = to_count(kPolicy, "num_sink", num_sink);
-  if (!heavy_ratio.is_none()) options.heavy_ratio = to_number(kPolicy, "heavy_ratio", heavy_ratio);
-  if (!recent_ratio.is_none()) {
-    options.recent_ratio = to_number(kPolicy, "recent_ratio", recent_ratio);
-  }
-  if (!py::isinstance<py::str>(gqa_reduce))
-    fail_type(kPolicy, "gqa_reduce", "a string", gqa_reduce);
-  options.gqa_reduce = h2o::parse_gqa_reduce(kPolicy, gqa_reduce.cast<std::string>());
+  if_given(options.num_heavy, count);
+  if_given(options.num_recent, count);
+  options.num_sink = count();
+  if_given(options.heavy_ratio, number);
+  if_given(options.recent_ratio, number);
+  options.gqa_reduce = h2o::parse_gqa_reduce(kPolicy, text());
+  h2o::Scoring& scoring = options.scoring;
+  scoring.rule = h2o::parse_score_rule(kPolicy, text());
+  scoring.decay = number();
+  scoring.seed = count();
+  scoring.num_queries = count();
+  scoring.pool = count();
+  scoring.pattern_stride = count();
+  scoring.pattern_columns = count();
+  options.reading.slots = count();
+  options.reading.page = count();
   return h2o::EvictionPolicy(options);
 }
 
-// The arguments of make_policy, in its order: the state that a pickle holds and that the hash
-// covers.
+// What a pickle holds and the hash covers.
 py::tuple policy_state(const h2o::EvictionPolicy& policy) {
   const h2o::EvictionPolicyOptions& options = policy.options();
+  const h2o::Scoring& scoring = options.scoring;
   return py::make_tuple(options.num_heavy, options.num_recent, options.num_sink,
-                        options.heavy_ratio, options.recent_ratio, to_string(options.gqa_reduce));
+                        options.heavy_ratio, options.recent_ratio, to_string(options.gqa_reduce),
+                        to_string(scoring.rule), scoring.decay, scoring.seed, scoring.num_queries,
+                        scoring.pool, scoring.pattern_stride, scoring.pattern_columns,
+                        options.reading.slots, options.reading.page);
+}
+
+py::dict policy_by_name(const h2o::EvictionPolicy& policy) {
+  py::dict named;
+  const py::tuple state = policy_state(policy);
+  size_t i = 0;
+  for (const auto& argument : policy_arguments()) named[argument.first] = py::object(state[i++]);
+  return named;
+}
+
+h2o::EvictionPolicy policy_by_keyword(const py::args& args, const py::kwargs& kwargs) {
+  return make_policy(by_keyword(kPolicy, args, kwargs, policy_arguments()));
+}
+
+h2o::EvictionPolicy replaced_policy(const h2o::EvictionPolicy& policy, const py::kwargs& changes) {
+  const py::dict named = policy_by_name(policy);
+  for (const auto& [count, ratio] :
+       {std::pair("num_heavy", "heavy_ratio"), std::pair("num_recent", "recent_ratio")}) {
+    if (changes.contains(count) || changes.contains(ratio)) {
+      named[count] = py::none();
+      named[ratio] = py::none();
+    }
+  }
+  py::kwargs all(named);
+  for (const auto& change : changes) all[change.first] = change.second;
+  return policy_by_keyword({}, all);
 }
 
 h2o::Budget make_budget(py::handle num_sink, py::handle num_heavy, py::handle num_recent) {
@@ -129,17 +193,6 @@ h2o::Budget make_budget(py::handle num_sink, py::handle num_heavy, py::handle nu
   return {.num_sink = count("num_sink", num_sink),
           .num_heavy = count("num_heavy", num_heavy),
           .num_recent = count("num_recent", num_recent)};
-}
-
-h2o::EvictionPolicy policy_by_keyword(const py::args& args, const py::kwargs& kwargs) {
-  const auto values = by_keyword(kPolicy, args, kwargs,
-                                 {{"num_heavy", py::none()},
-                                  {"num_recent", py::none()},
-                                  {"num_sink", py::int_(0)},
-                                  {"heavy_ratio", py::none()},
-                                  {"recent_ratio", py::none()},
-                                  {"gqa_reduce", py::str("sum")}});
-  return make_policy(values[0], values[1], values[2], values[3], values[4], values[5]);
 }
 
 h2o::Budget budget_by_keyword(const py::args& args, const py::kwargs& kwargs) {
@@ -207,7 +260,9 @@ total : int
       R"(Which tokens stay in the cache: sinks, heavy hitters and recent ones.
 
 EvictionPolicy(*, num_heavy=None, num_recent=None, num_sink=0, heavy_ratio=None,
-               recent_ratio=None, gqa_reduce="sum")
+               recent_ratio=None, gqa_reduce="sum", score_rule="sum", score_decay=1.0,
+               score_seed=0, score_queries=0, score_pool=1, pattern_stride=0, pattern_columns=0,
+               read_slots=0, read_page=1)
 
 Immutable, hashable and checked when made. Exactly one of ``num_heavy`` and ``heavy_ratio`` must be
 given, and exactly one of ``num_recent`` and ``recent_ratio``.
@@ -224,6 +279,23 @@ heavy_ratio, recent_ratio : float, optional
     The same as a part of the prompt's real tokens, 0 < ratio <= 1.
 gqa_reduce : {"sum", "max"}
     How the weights of the query heads that share a KV head become one score.
+score_rule : {"sum", "decay", "mean", "value", "misses", "prompt", "random", "given"}
+    What the score is made of; "sum", of the softmax weights that a token received, is H2O. The
+    others are other policies: see docs/policies.md.
+score_decay : float
+    With "decay": factor on the scores, per query; 0 < score_decay <= 1.
+score_seed : int
+    With "random".
+score_queries : int
+    Of tokens that join together, as those of a one-shot prefill, only the last so many score; 0 =
+    all of them.
+score_pool : int
+    Odd. The first scores of tokens that join together are means over so many neighbours.
+pattern_stride, pattern_columns : int
+    Tokens at the last pattern_columns of every pattern_stride positions leave after all others.
+read_slots, read_page : int
+    Where read_slots > 0, a token that joins alone attends to itself and to so many slots: of the
+    highest logits, or, with read_page > 1, of the pages with the highest bound.
 
 Raises
 ------
@@ -266,6 +338,26 @@ Budget(num_sink=4, num_heavy=150, num_recent=150))");
           "gqa_reduce",
           [](const h2o::EvictionPolicy& self) { return to_string(self.gqa_reduce()); },
           "\"sum\" or \"max\".")
+      .def_property_readonly(
+          "score_rule",
+          [](const h2o::EvictionPolicy& self) { return to_string(self.scoring().rule); },
+          "str: what the score is made of.")
+      .def_property_readonly("arguments", &policy_by_name,
+                             "dict: what the policy was made from, by name.")
+      .def(
+          "replace", &replaced_policy,
+          R"(The policy with other arguments; a count takes the place of its ratio, and the reverse.
+
+Parameters
+----------
+**changes
+    As for EvictionPolicy.
+
+Returns
+-------
+EvictionPolicy)")
+      .def("layer_seed", &h2o::EvictionPolicy::layer_seed, py::arg("layer"),
+           "int: the score_seed of a layer, so that layers draw different numbers.")
       .def_property_readonly("has_ratio", &h2o::EvictionPolicy::has_ratio,
                              "bool: whether the counts depend on the prompt's length.")
       .def(
@@ -307,8 +399,12 @@ ValueError
       .def("__hash__", [](const h2o::EvictionPolicy& self) { return py::hash(policy_state(self)); })
       .def("__repr__", &h2o::EvictionPolicy::to_string)
       .def(py::pickle(&policy_state, [](const py::tuple& state) {
-        check_state(kPolicy, state, 6);
-        return make_policy(state[0], state[1], state[2], state[3], state[4], state[5]);
+        check_state(kPolicy, state, policy_arguments().size());
+        std::vector<py::object> values;
+        for (const py::handle value : state) {
+          values.push_back(py::reinterpret_borrow<py::object>(value));
+        }
+        return make_policy(values);
       }));
   // Its public place, which is also the name under which pickles find it.
   policy.attr("__module__") = "h2o_kv";

@@ -43,11 +43,13 @@ class Section {
     return {file_, joined(path_, key), find(key), keys, known_};
   }
 
+  // What messages call it.
+  std::string name() const { return file_ + ": " + path_; }
   bool exists() const { return object_ != nullptr; }
   bool has(const std::string& key) const { return find(key) != nullptr; }
 
   [[noreturn]] void fail(const std::string& message) const {
-    throw std::invalid_argument(file_ + ": " + path_ + message);
+    throw std::invalid_argument(name() + message);
   }
 
   // The readers below return false, and leave `result` as it is, where the key is left out.
@@ -152,6 +154,27 @@ void read_size_or_ratio(const Section& section, std::optional<int64_t>& size,
   }
 }
 
+void read_scoring(const Section& policy, Scoring& scoring, Reading& reading) {
+  std::string rule(to_string(scoring.rule));
+  policy.choice("score_rule", rule,
+                std::array{to_string(ScoreRule::kSum), to_string(ScoreRule::kDecay),
+                           to_string(ScoreRule::kMean), to_string(ScoreRule::kValue),
+                           to_string(ScoreRule::kMisses), to_string(ScoreRule::kPrompt),
+                           to_string(ScoreRule::kRandom), to_string(ScoreRule::kGiven)});
+  scoring.rule = parse_score_rule("policy", rule);
+  policy.fraction("score_decay", scoring.decay);
+  policy.integer("score_seed", scoring.seed, 0, kMaxTokens);
+  policy.integer("score_queries", scoring.num_queries, 0, kMaxTokens);
+  policy.integer("score_pool", scoring.pool, 1, kMaxTokens);
+  policy.integer("pattern_stride", scoring.pattern_stride, 0, kMaxTokens);
+  policy.integer("pattern_columns", scoring.pattern_columns, 0, kMaxTokens);
+  policy.integer("read_slots", reading.slots, 0, kMaxTokens);
+  policy.integer("read_page", reading.page, 1, kMaxTokens);
+  if (!policy.exists()) return;
+  check_scoring(policy.name() + ".", scoring);
+  check_reading(policy.name() + ".", reading, scoring);
+}
+
 void read_policy(const Section& policy, EvictionPolicy& result) {
   EvictionPolicyOptions options;
   const std::initializer_list<std::string> size_or_ratio = {"size", "ratio"};
@@ -164,6 +187,7 @@ void read_policy(const Section& policy, EvictionPolicy& result) {
   policy.choice("gqa_reduce", gqa_reduce,
                 std::array{to_string(GqaReduce::kSum), to_string(GqaReduce::kMax)});
   options.gqa_reduce = parse_gqa_reduce("policy", gqa_reduce);
+  read_scoring(policy, options.scoring, options.reading);
   if (!policy.exists()) return;
   // One of them left out could mean 0 or the default; the file has to say.
   for (const auto* key : {"heavy", "recent"}) {
@@ -209,7 +233,11 @@ Config read_config(const Json& root, const std::string& file, std::vector<std::s
   std::string schema;
   top.text("$schema", schema, "a string", [](std::string_view) { return true; });
   read_model(top.section("model", {"name", "dtype"}), config.model);
-  read_policy(top.section("policy", {"num_sink", "heavy", "recent", "gqa_reduce"}), config.policy);
+  read_policy(
+      top.section("policy", {"num_sink", "heavy", "recent", "gqa_reduce", "score_rule",
+                             "score_decay", "score_seed", "score_queries", "score_pool",
+                             "pattern_stride", "pattern_columns", "read_slots", "read_page"}),
+      config.policy);
   read_run(top.section("run", {"prefill", "prefill_chunk", "max_new_tokens", "seed", "temperature",
                                "top_p", "device", "threads"}),
            config.run);

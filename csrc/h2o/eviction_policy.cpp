@@ -5,6 +5,7 @@
 #include <charconv>
 #include <cmath>
 #include <stdexcept>
+#include <utility>
 
 namespace h2o {
 namespace {
@@ -55,6 +56,41 @@ std::string count_or_ratio(const std::string& kind, const std::optional<int64_t>
                : kind + "_ratio=" + to_decimal(*ratio);
 }
 
+constexpr std::array<std::pair<ScoreRule, std::string_view>, 8> kScoreRules = {{
+    {ScoreRule::kSum, "sum"},
+    {ScoreRule::kDecay, "decay"},
+    {ScoreRule::kMean, "mean"},
+    {ScoreRule::kValue, "value"},
+    {ScoreRule::kMisses, "misses"},
+    {ScoreRule::kPrompt, "prompt"},
+    {ScoreRule::kRandom, "random"},
+    {ScoreRule::kGiven, "given"},
+}};
+
+void require(bool holds, std::string_view start, const std::string& rule, const std::string& got) {
+  if (!holds) throw std::invalid_argument(std::string(start) + rule + ", got " + got);
+}
+
+// The options that are not the default, each after a comma.
+std::string named_options(const Scoring& scoring, const Reading& reading) {
+  std::string text;
+  const auto add = [&text](std::string_view name, int64_t value, int64_t otherwise) {
+    if (value != otherwise) text += ", " + std::string(name) + "=" + std::to_string(value);
+  };
+  if (scoring.rule != ScoreRule::kSum) {
+    text.append(", score_rule=\"").append(to_string(scoring.rule)).append("\"");
+  }
+  if (scoring.decay != 1) text += ", score_decay=" + to_decimal(scoring.decay);
+  add("score_seed", scoring.seed, 0);
+  add("score_queries", scoring.num_queries, 0);
+  add("score_pool", scoring.pool, 1);
+  add("pattern_stride", scoring.pattern_stride, 0);
+  add("pattern_columns", scoring.pattern_columns, 0);
+  add("read_slots", reading.slots, 0);
+  add("read_page", reading.page, 1);
+  return text;
+}
+
 }  // namespace
 
 GqaReduce parse_gqa_reduce(std::string_view who, std::string_view name) {
@@ -68,10 +104,64 @@ GqaReduce parse_gqa_reduce(std::string_view who, std::string_view name) {
 
 std::string_view to_string(GqaReduce reduce) { return reduce == GqaReduce::kSum ? "sum" : "max"; }
 
+ScoreRule parse_score_rule(std::string_view who, std::string_view name) {
+  std::string names;
+  for (const auto& [rule, own_name] : kScoreRules) {
+    if (name == own_name) return rule;
+    names.append(names.empty() ? "\"" : ", \"").append(own_name).append("\"");
+  }
+  throw std::invalid_argument(std::string(who) + ": score_rule must be one of " + names +
+                              ", got \"" + std::string(name) + "\"");
+}
+
+std::string_view to_string(ScoreRule rule) {
+  return std::find_if(kScoreRules.begin(), kScoreRules.end(),
+                      [rule](const auto& entry) { return entry.first == rule; })
+      ->second;
+}
+
+void check_scoring(std::string_view start, const Scoring& scoring) {
+  const auto number = [](int64_t value) { return std::to_string(value); };
+  require(scoring.decay > 0 && scoring.decay <= 1, start, "score_decay must be > 0 and <= 1",
+          to_decimal(scoring.decay));
+  require(scoring.decay == 1 || scoring.rule == ScoreRule::kDecay, start,
+          "score_decay must be 1 unless score_rule is \"decay\"",
+          to_decimal(scoring.decay) + " with \"" + std::string(to_string(scoring.rule)) + "\"");
+  require(scoring.seed == 0 || scoring.rule == ScoreRule::kRandom, start,
+          "score_seed must be 0 unless score_rule is \"random\"",
+          number(scoring.seed) + " with \"" + std::string(to_string(scoring.rule)) + "\"");
+  require(scoring.num_queries >= 0, start, "score_queries must be >= 0",
+          number(scoring.num_queries));
+  require(scoring.pool >= 1 && scoring.pool % 2 == 1, start, "score_pool must be odd and >= 1",
+          number(scoring.pool));
+  require(scoring.pattern_stride >= 0 && scoring.pattern_stride <= kMaxTokens, start,
+          "pattern_stride must be in 0.." + number(kMaxTokens), number(scoring.pattern_stride));
+  const int64_t least = scoring.pattern_stride > 0 ? 1 : 0;
+  require(scoring.pattern_columns >= least && scoring.pattern_columns <= scoring.pattern_stride,
+          start,
+          "pattern_columns must be in " + number(least) +
+              "..pattern_stride = " + number(scoring.pattern_stride),
+          number(scoring.pattern_columns));
+}
+
+void check_reading(std::string_view start, const Reading& reading, const Scoring& scoring) {
+  const auto number = [](int64_t value) { return std::to_string(value); };
+  require(reading.slots >= 0, start, "read_slots must be >= 0", number(reading.slots));
+  require(reading.page >= 1 && reading.page <= kMaxTokens, start,
+          "read_page must be in 1.." + number(kMaxTokens), number(reading.page));
+  require(reading.slots > 0 || reading.page == 1, start,
+          "read_page must be 1 unless read_slots is given", number(reading.page));
+  require(reading.slots == 0 || scoring.rule == ScoreRule::kSum, start,
+          "score_rule must be \"sum\" with read_slots",
+          "\"" + std::string(to_string(scoring.rule)) + "\"");
+}
+
 EvictionPolicy::EvictionPolicy(const EvictionPolicyOptions& options) : options_(options) {
   check_count_or_ratio("num_heavy", options.num_heavy, "heavy_ratio", options.heavy_ratio);
   check_count_or_ratio("num_recent", options.num_recent, "recent_ratio", options.recent_ratio);
   check_count("num_sink", options.num_sink);
+  check_scoring("EvictionPolicy: ", options.scoring);
+  check_reading("EvictionPolicy: ", options.reading, options.scoring);
   if (!has_ratio() && budget().total() == 0) {
     fail("num_sink + num_heavy + num_recent must be >= 1, got 0");
   }
@@ -98,7 +188,8 @@ std::string EvictionPolicy::to_string() const {
   return "EvictionPolicy(" + count_or_ratio("heavy", options_.num_heavy, options_.heavy_ratio) +
          ", " + count_or_ratio("recent", options_.num_recent, options_.recent_ratio) +
          ", num_sink=" + std::to_string(options_.num_sink) + ", gqa_reduce=\"" +
-         std::string(h2o::to_string(options_.gqa_reduce)) + "\")";
+         std::string(h2o::to_string(options_.gqa_reduce)) + "\"" +
+         named_options(options_.scoring, options_.reading) + ")";
 }
 
 }  // namespace h2o

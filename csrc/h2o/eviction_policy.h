@@ -8,6 +8,7 @@
 
 #include "h2o/budget.h"
 #include "h2o/export.h"
+#include "h2o/scoring.h"
 
 namespace h2o {
 
@@ -17,6 +18,14 @@ inline constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
 // "sum" or "max" -> GqaReduce; anything else throws std::invalid_argument that starts with `who`.
 H2O_API GqaReduce parse_gqa_reduce(std::string_view who, std::string_view name);
 H2O_API std::string_view to_string(GqaReduce reduce);
+// Likewise "sum", "decay", "mean", "value", "misses", "prompt", "random", "given".
+H2O_API ScoreRule parse_score_rule(std::string_view who, std::string_view name);
+H2O_API std::string_view to_string(ScoreRule rule);
+
+// Throw std::invalid_argument where numbers are out of range or do not go together: `start`, then
+// the name of the operators' argument and the rule.
+void check_scoring(std::string_view start, const Scoring& scoring);
+void check_reading(std::string_view start, const Reading& reading, const Scoring& scoring);
 
 // What a policy is made from; each of heavy and recent is given as a count or as a ratio.
 struct EvictionPolicyOptions {
@@ -26,6 +35,8 @@ struct EvictionPolicyOptions {
   std::optional<double> heavy_ratio = std::nullopt;   // of the prompt's tokens, 0 < ratio <= 1
   std::optional<double> recent_ratio = std::nullopt;  // likewise
   GqaReduce gqa_reduce = GqaReduce::kSum;
+  Scoring scoring = {};  // another rule than H2O's
+  Reading reading = {};  // less than everything
 
   friend bool operator==(const EvictionPolicyOptions&, const EvictionPolicyOptions&) = default;
 };
@@ -39,6 +50,13 @@ class H2O_API EvictionPolicy {
 
   const EvictionPolicyOptions& options() const { return options_; }
   GqaReduce gqa_reduce() const { return options_.gqa_reduce; }
+  const Scoring& scoring() const { return options_.scoring; }
+  const Reading& reading() const { return options_.reading; }
+  // Of a layer, for ScoreRule::kRandom: layers draw different numbers.
+  int64_t layer_seed(int64_t layer) const {
+    return static_cast<int64_t>(static_cast<uint64_t>(options_.scoring.seed) * 65537u +
+                                static_cast<uint64_t>(layer));
+  }
   bool has_ratio() const { return options_.heavy_ratio || options_.recent_ratio; }
 
   // The counts for a prompt of `prompt_len` tokens. A ratio gives floor(ratio * prompt_len + 1e-9),

@@ -13,10 +13,6 @@
 namespace h2o::llm {
 namespace {
 
-EvictionPolicy keep_all(int64_t tokens) {
-  return EvictionPolicy({.num_heavy = 0, .num_recent = tokens});
-}
-
 // The policy's counts after a prompt. Where a part holds every token, so does the whole, and
 // nothing is evicted: a larger part would take memory and change nothing.
 Budget resolve(const EvictionPolicy& policy, int64_t prompt_len, int64_t tokens) {
@@ -38,13 +34,15 @@ bool has_ratio(const CacheOptions& options) {
 // tokens where rows do not differ.
 EvictionPolicy with_counts(const CacheOptions& options, int64_t longest, int64_t max_new_tokens) {
   const int64_t tokens = longest + max_new_tokens;
-  if (!options.policy) return keep_all(tokens);
-  const Budget budget = resolve(*options.policy, longest, tokens);
-  if (!has_ratio(options) && budget.total() > tokens) return keep_all(tokens);
-  return EvictionPolicy({.num_heavy = budget.num_heavy,
-                         .num_recent = budget.num_recent,
-                         .num_sink = budget.num_sink,
-                         .gqa_reduce = options.policy->gqa_reduce()});
+  if (!options.policy) return EvictionPolicy({.num_heavy = 0, .num_recent = tokens});
+  Budget budget = resolve(*options.policy, longest, tokens);
+  if (!has_ratio(options) && budget.total() > tokens) budget = {.num_recent = tokens};
+  EvictionPolicyOptions counts = options.policy->options();
+  counts.num_heavy = budget.num_heavy;
+  counts.num_recent = budget.num_recent;
+  counts.num_sink = budget.num_sink;
+  counts.heavy_ratio = counts.recent_ratio = std::nullopt;
+  return EvictionPolicy(counts);
 }
 
 int64_t bytes_of(const KVCache& layer) {
@@ -102,9 +100,11 @@ at::Tensor DecoderCache::attend(size_t layer, const at::Tensor& query, const at:
                                 const at::Tensor& value, const at::Tensor& positions) {
   const int64_t num_new = query.size(2);
   const bool one_shot = options_.prefill == Prefill::kOneShot;
-  const DecodeOptions decode{
-      .chunk = one_shot ? num_new : std::min(num_new, options_.prefill_chunk),
-      .row_budget = row_budget_};
+  DecodeOptions decode{.chunk = one_shot ? num_new : std::min(num_new, options_.prefill_chunk),
+                       .row_budget = row_budget_};
+  if (policy_.scoring().rule == ScoreRule::kRandom) {
+    decode.score_seed = policy_.layer_seed(static_cast<int64_t>(layer));
+  }
   return attention_decode(query, layers_[layer], key, value, positions, policy_, decode).output;
 }
 

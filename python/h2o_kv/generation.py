@@ -260,11 +260,8 @@ def resolve_policy(policy: EvictionPolicy, prompt_len: int) -> EvictionPolicy:
     if not policy.has_ratio:
         return policy
     budget = policy.resolve(prompt_len)
-    return type(policy)(
-        num_sink=budget.num_sink,
-        num_heavy=budget.num_heavy,
-        num_recent=budget.num_recent,
-        gqa_reduce=policy.gqa_reduce,
+    return policy.replace(
+        num_sink=budget.num_sink, num_heavy=budget.num_heavy, num_recent=budget.num_recent
     )
 
 

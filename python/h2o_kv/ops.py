@@ -50,6 +50,16 @@ def attention_decode(
     v_evicted: Tensor | None = None,
     rope_cos: Tensor | None = None,
     rope_sin: Tensor | None = None,
+    score_rule: str = "sum",
+    score_decay: float = 1.0,
+    score_seed: int = 0,
+    score_queries: int = 0,
+    score_pool: int = 1,
+    score_new: Tensor | None = None,
+    pattern_stride: int = 0,
+    pattern_columns: int = 0,
+    read_slots: int = 0,
+    read_page: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Attend, score, evict and store, for each new token in turn.
 
@@ -92,6 +102,39 @@ def attention_decode(
         among those that its KV head keeps, those of new tokens after them. On the CPU a rank without
         a row is refused; on CUDA, where nobody looks, it takes the last one. What is rotated is
         rounded to its own dtype, as in a model. Not with ``alibi_slopes``.
+    score_rule : str
+        What a query with weight w (of the group: summed or maximised) does to the score s of a token
+        that it sees. Everything but "sum" is another policy than H2O (docs/policies.md):
+
+        - "sum": s + w.
+        - "decay": s * score_decay + w.
+        - "mean": s + w, and compared is s / age, age = newest position - own position + 1.
+        - "value": s + w * (sum of |v| of the token's value).
+        - "misses": s - 1 if w is less than an even share (1 / tokens seen, times the group's heads
+          with "sum"), else s. Tokens must join one by one then.
+        - "prompt": s + w where the query's token joined together with others, else s.
+        - "random": s, which is a number in [0, 1) of ``score_seed``, KV head and position.
+        - "given": s.
+    score_decay : float
+        With "decay"; 0 < score_decay <= 1.
+    score_seed : int
+        With "random".
+    score_queries : int
+        Of tokens that join together, only the last so many of a row's chunk give weights; 0 = all.
+    score_pool : int
+        Odd. After a chunk of several tokens, the first scores of those of them that are not recent
+        are replaced by the mean over so many neighbours among them, with zeros beyond the ends.
+    score_new : Tensor, dtype of ``scores``, [batch, num_kv_heads, num_new], optional
+        Added to each new token's first score.
+    pattern_stride, pattern_columns : int
+        Tokens at positions p with ``p % pattern_stride >= pattern_stride - pattern_columns`` leave
+        after all others that may, the oldest first; a stride of 0 means none.
+    read_slots, read_page : int
+        With ``read_slots > 0`` a token that joins alone attends to itself and, in each query head, to
+        the so many slots of the highest logits, or with ``read_page > 1`` to ceil(read_slots /
+        read_page) pages of neighbouring slots, that of the newest token and those whose keys'
+        extremes allow the highest logit. Others get weight 0. Only with "sum". Slow: made of ATen's
+        operators, for comparisons of quality.
 
     Returns
     -------
@@ -140,6 +183,16 @@ def attention_decode(
         v_evicted=v_evicted,
         rope_cos=rope_cos,
         rope_sin=rope_sin,
+        score_rule=score_rule,
+        score_decay=score_decay,
+        score_seed=score_seed,
+        score_queries=score_queries,
+        score_pool=score_pool,
+        score_new=score_new,
+        pattern_stride=pattern_stride,
+        pattern_columns=pattern_columns,
+        read_slots=read_slots,
+        read_page=read_page,
     )
     return result
 
@@ -158,6 +211,9 @@ def evict(
     num_recent: int,
     *,
     row_budget: Tensor | None = None,
+    score_rule: str = "sum",
+    pattern_stride: int = 0,
+    pattern_columns: int = 0,
 ) -> Tensor:
     """Store tokens that have a score already and evict until the budget holds.
 
@@ -178,6 +234,8 @@ def evict(
         (row, KV head).
     row_budget : Tensor, int32 or int64, [batch, 3], optional
         The budget of each row, instead of the three numbers, which must be a budget all the same.
+    score_rule, pattern_stride, pattern_columns
+        What the scores are, as in :func:`attention_decode`: of the rules "mean" alone matters here.
 
     Returns
     -------
@@ -197,6 +255,9 @@ def evict(
         num_heavy,
         num_recent,
         row_budget=row_budget,
+        score_rule=score_rule,
+        pattern_stride=pattern_stride,
+        pattern_columns=pattern_columns,
     )
     return evicted
 

@@ -24,9 +24,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from h2o_kv.reference_scoring import Rules
 
 __all__ = ["Step", "attention_decode", "evict", "prefill_select"]
 
@@ -55,13 +58,15 @@ class Step:
         the first `visible` ones. Empty for `evict` and `prefill_select`.
     scores : Tensor, float64, [candidates]
         Scores after attention, in the precision in which they are stored.
+    compared : tuple of float, [candidates]
+        What the order of eviction compares: the scores, by H2O's rule.
     recent : tuple of int
         Candidates inside the recent window, ascending (R_t).
     victims : tuple of int
         Positions that left, in the order in which they left.
     margin : float
-        Score of the lowest unprotected token that stayed, less the score of the last victim: how
-        far this decision was from another one. inf when nobody left or nobody else could have.
+        What is compared of the lowest unprotected token that stayed, less that of the last victim:
+        how far this decision was from another one. inf when nobody left or nobody else could have.
     kept : tuple of int
         Positions in the cache after the step, ascending (C_t).
     stored : tuple of (int, int)
@@ -78,6 +83,7 @@ class Step:
     scores_before: Tensor
     weights: tuple[Tensor, ...]
     scores: Tensor
+    compared: tuple[float, ...]
     recent: tuple[int, ...]
     victims: tuple[int, ...]
     margin: float
@@ -109,7 +115,9 @@ def attention_decode(
     v_evicted: Tensor | None = None,
     rope_cos: Tensor | None = None,
     rope_sin: Tensor | None = None,
+    score_new: Tensor | None = None,
     trace: list[Step] | None = None,
+    **rules: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attend, score, evict and store: steps 1 to 6 for each new token, or chunk of new tokens.
 
@@ -147,6 +155,10 @@ def attention_decode(
         Position rolling: query and keys are not rotated, and turned here by the angles of their
         ranks: of a cached token among those of its KV head, of new ones after them. Rounded to the
         dtype of the cache then.
+    score_new : Tensor, dtype of `scores`, [batch, num_kv_heads, num_new], optional
+        Added to the first score of each new token.
+    **rules
+        How tokens are scored and read, if not as in H2O: the fields of `Rules`.
     trace : list of Step, optional
         One Step is appended for each row, chunk and KV head, in this order.
 
@@ -178,6 +190,7 @@ def attention_decode(
     slopes = _alibi_slopes(alibi_slopes, num_q_heads)
     counts = (num_sink, num_heavy, num_recent)
     budgets = _budgets("attention_decode", batch, counts, capacity, row_budget)
+    scoring = Rules(**rules)
     output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     evicted = torch.full((batch, num_kv_heads, num_new), -1, dtype=torch.int32)
 
@@ -207,6 +220,7 @@ def attention_decode(
                 # 1. to 3. Each new token sees the cache, the new tokens before it, and itself.
                 score = score_before.clone()
                 key_positions = torch.tensor(candidates, dtype=torch.float64)
+                norms = values.abs().sum(-1)
                 weights, outputs = [], []
                 for i in range(len(columns)):
                     visible = len(slots) + i + 1
@@ -218,16 +232,40 @@ def attention_decode(
                         scale,
                         slopes[group],
                     )
-                    score[:visible] += reduce(weight)[0]
+                    if scoring.read_slots > 0 and len(columns) == 1:
+                        read = scoring.read(
+                            queries[:, 0], keys, weight[:, 0].log(), cache.positions.tolist()
+                        )
+                        weight = weight.masked_fill(~read[:, None], 0.0)
+                        weight /= weight.sum(-1, keepdim=True)
+                    mass = reduce(weight)[0]
+                    even_share = reduce(torch.full((group_size,), 1 / visible)).item()
+                    score[:visible] = scoring.after_query(
+                        score[:visible], mass, norms[:visible], even_share, i, len(columns)
+                    )
                     outputs.append(weight @ values[:visible])
                     weights.append(weight[:, 0])
+                first = score[len(slots) :]
+                if scoring.score_rule == "random":
+                    first += torch.tensor([scoring.drawn(head, p) for p in new_positions])
+                if score_new is not None:
+                    first += _float64(score_new[row, head, columns])
+                if len(columns) > 1:
+                    recent = budgets[row].num_recent
+                    first[:] = scoring.pooled(first, new_positions, new_positions[-1], recent)
                 score = _float64(score.to(scores.dtype))
                 head_output = torch.cat(outputs, dim=1)
                 output[row, group][:, columns] = head_output.to(output)
 
                 # 4. and 5. At most as many leave as have joined: an over-full cache stays as it is.
                 decision = _decide(
-                    candidates, slots, score, new_positions[-1], budgets[row], at_most=len(columns)
+                    candidates,
+                    slots,
+                    score,
+                    new_positions[-1],
+                    budgets[row],
+                    scoring,
+                    at_most=len(columns),
                 )
                 left = decision.left
                 evicted[row, head, columns[0] : columns[0] + len(left)] = torch.tensor(left)
@@ -262,6 +300,7 @@ def evict(
     *,
     row_budget: Tensor | None = None,
     trace: list[Step] | None = None,
+    **rules: Any,
 ) -> Tensor:
     """Place scored tokens and evict until the budget holds: steps 4 to 6 alone.
 
@@ -272,8 +311,8 @@ def evict(
         then a cache is cut to a smaller budget.
     scores_new : Tensor, dtype of `scores`, [batch, num_kv_heads, num_new]
         Scores with which the new tokens come.
-    num_sink, num_heavy, num_recent, row_budget, trace
-        As in `attention_decode`.
+    num_sink, num_heavy, num_recent, row_budget, trace, **rules
+        As in `attention_decode`; of the rules only what is compared matters.
 
     Returns
     -------
@@ -308,7 +347,7 @@ def evict(
                 [_float64(cache.scores[slots]), _float64(scores_new[row, head, columns])]
             )
             newest = max(candidates, default=-1)
-            decision = _decide(candidates, slots, score, newest, budgets[row])
+            decision = _decide(candidates, slots, score, newest, budgets[row], Rules(**rules))
             evicted[row, head, : len(decision.left)] = torch.tensor(decision.left)
             stored = _place(cache, decision, k_new[row, head, columns], v_new[row, head, columns])
             if trace is not None:
@@ -394,7 +433,7 @@ def prefill_select(
                 causal,
             )
             score = _float64(reduce(weights).sum(0).to(dtype))
-            decision = _decide(candidates, [], score, candidates[-1], budgets[row])
+            decision = _decide(candidates, [], score, candidates[-1], budgets[row], Rules())
             stay = decision.staying
             selected[row, head, : len(stay)] = torch.tensor([columns[i] for i in stay])
             selected_scores[row, head, : len(stay)] = score[stay].to(dtype)
@@ -464,6 +503,7 @@ class _Decision:
     scores: Tensor  # [candidates]
     newest: int  # t, where the recent window ends
     budget: _Budget
+    compared: list[float]  # what each is ordered by: its score, by H2O's rule
     victims: list[int]  # indices into candidates, in the order in which they leave
 
     @property
@@ -484,13 +524,17 @@ def _decide(
     scores: Tensor,
     newest: int,
     budget: _Budget,
+    rules: Rules,
     at_most: int | None = None,
 ) -> _Decision:
     """Choose who leaves until the budget holds, or until `at_most` have left. Writes nothing."""
     excess = max(0, len(candidates) - budget.total)
     if at_most is not None:
         excess = min(excess, at_most)
-    score = scores.tolist()
+    score = [
+        rules.compared(own, position, newest)
+        for own, position in zip(scores.tolist(), candidates, strict=True)
+    ]
     unprotected = [i for i, p in enumerate(candidates) if not budget.protects(p, newest)]
     victims = sorted(unprotected, key=lambda i: (_rank(score[i]), candidates[i]))[:excess]
     # Sinks and recent tokens fit into the budget, so there are enough unprotected ones, unless the
@@ -498,7 +542,7 @@ def _decide(
     for i in reversed(range(len(candidates))):
         if len(victims) < excess and i not in victims:
             victims.append(i)
-    return _Decision(candidates, slots, scores, newest, budget, victims)
+    return _Decision(candidates, slots, scores, newest, budget, score, victims)
 
 
 def _rank(score: float) -> tuple[bool, float]:
@@ -553,6 +597,7 @@ def _step(
         scores_before=scores_before,
         weights=tuple(weights),
         scores=decision.scores,
+        compared=tuple(decision.compared),
         recent=tuple(sorted(p for p in candidates if p > window_start)),
         victims=tuple(decision.left),
         margin=_margin(decision),
@@ -565,13 +610,13 @@ def _step(
 def _margin(decision: _Decision) -> float:
     """How far the last victim's score is below the lowest one that could have left instead."""
     rivals = [
-        decision.scores[i].item()
+        decision.compared[i]
         for i in decision.staying
         if not decision.budget.protects(decision.candidates[i], decision.newest)
     ]
     if not decision.victims or not rivals:
         return math.inf
-    last, lowest = decision.scores[decision.victims[-1]].item(), min(rivals, key=_rank)
+    last, lowest = decision.compared[decision.victims[-1]], min(rivals, key=_rank)
     if _rank(last) == _rank(lowest):
         return 0.0
     return math.inf if math.isnan(last) else lowest - last

@@ -120,6 +120,8 @@ TEST_CASE("an unknown key is refused with the keys that are known", "[config]") 
                 R"(model must have only the keys "name", "dtype", got "$schema": "x")");
   check_refused(policy(R"("num_heavy": 64)"),
                 R"(policy must have only the keys "num_sink", "heavy", "recent", "gqa_reduce", )"
+                R"("score_rule", "score_decay", "score_seed", "score_queries", "score_pool", )"
+                R"("pattern_stride", "pattern_columns", "read_slots", "read_page", )"
                 R"(got "num_heavy": 64)");
   check_refused(policy(R"("heavy": {"count": 64}, "recent": {"size": 1})"),
                 R"(policy.heavy must have only the keys "size", "ratio", got "count": 64)");
@@ -127,6 +129,32 @@ TEST_CASE("an unknown key is refused with the keys that are known", "[config]") 
       run(R"("threads": 1, "se\u0000ed": [1, 2])"),
       R"(run must have only the keys "prefill", "prefill_chunk", "max_new_tokens", )"
       R"("seed", "temperature", "top_p", "device", "threads", got "se\u0000ed": an array)");
+}
+
+TEST_CASE("how tokens are scored and read is read under the operators' names", "[config]") {
+  const std::string counts = R"("heavy": {"size": 4}, "recent": {"size": 2}, )";
+  const EvictionPolicy read = parse(policy(counts + R"("score_rule": "decay", "score_decay": 0.5,
+      "score_queries": 3, "score_pool": 5, "pattern_stride": 8, "pattern_columns": 2)"))
+                                  .policy;
+  CHECK(read == EvictionPolicy({.num_heavy = 4,
+                                .num_recent = 2,
+                                .scoring = {.rule = h2o::ScoreRule::kDecay,
+                                            .decay = 0.5,
+                                            .num_queries = 3,
+                                            .pool = 5,
+                                            .pattern_stride = 8,
+                                            .pattern_columns = 2}}));
+  CHECK(parse(policy(counts + R"("read_slots": 6, "read_page": 3)")).policy.reading() ==
+        h2o::Reading{.slots = 6, .page = 3});
+  check_refused(policy(counts + R"("score_rule": "best")"),
+                R"(policy.score_rule must be one of "sum", "decay", "mean", "value", "misses", )"
+                R"("prompt", "random", "given", got "best")");
+  check_refused(policy(counts + R"("score_decay": 0.5)"),
+                R"(policy.score_decay must be 1 unless score_rule is "decay", got 0.5 with "sum")");
+  check_refused(policy(counts + R"("score_pool": 4)"),
+                "policy.score_pool must be odd and >= 1, got 4");
+  check_refused(policy(counts + R"("read_slots": 1, "score_rule": "mean")"),
+                R"(policy.score_rule must be "sum" with read_slots, got "mean")");
 }
 
 TEST_CASE("a key that is given twice is refused", "[config]") {

@@ -171,3 +171,31 @@ TEST_CASE("policies are equal when every option is", "[eviction_policy]") {
   CHECK_FALSE(EvictionPolicy(ratios(0.1, 0.2)) == EvictionPolicy(ratios(0.2, 0.2)));
   CHECK_FALSE(EvictionPolicy(ratios(0.1, 0.2)) == EvictionPolicy(ratios(0.1, 0.1)));
 }
+
+TEST_CASE("the rules are checked and shown where they are not H2O's", "[eviction_policy]") {
+  EvictionPolicyOptions options = counts(1, 4, 2);
+  options.scoring = {.rule = h2o::ScoreRule::kRandom, .seed = 7};
+  options.reading = {};
+  CHECK(EvictionPolicy(options).to_string() ==
+        R"(EvictionPolicy(num_heavy=4, num_recent=2, num_sink=1, gqa_reduce="sum", )"
+        R"(score_rule="random", score_seed=7))");
+  CHECK(EvictionPolicy(options) != EvictionPolicy(counts(1, 4, 2)));
+  CHECK(EvictionPolicy(options).layer_seed(3) != EvictionPolicy(options).layer_seed(4));
+
+  const auto scoring = [&options](const h2o::Scoring& value) {
+    options.scoring = value;
+    return options;
+  };
+  check_refused(scoring({.rule = h2o::ScoreRule::kDecay, .decay = 0}),
+                "score_decay must be > 0 and <= 1, got 0");
+  check_refused(scoring({.decay = std::nan("")}), "score_decay must be > 0 and <= 1, got nan");
+  check_refused(scoring({.seed = 1}),
+                R"(score_seed must be 0 unless score_rule is "random", got 1 with "sum")");
+  check_refused(scoring({.num_queries = -1}), "score_queries must be >= 0, got -1");
+  check_refused(scoring({.pool = 2}), "score_pool must be odd and >= 1, got 2");
+  check_refused(scoring({.pattern_stride = 4, .pattern_columns = 5}),
+                "pattern_columns must be in 1..pattern_stride = 4, got 5");
+  options.scoring = {};
+  options.reading = {.slots = 0, .page = 2};
+  check_refused(options, "read_page must be 1 unless read_slots is given, got 2");
+}

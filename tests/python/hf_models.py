@@ -31,6 +31,7 @@ from transformers.models.mpt import modeling_mpt
 
 from h2o_kv import reference
 from h2o_kv.hf import H2OCache, cache_kwarg, disable_alibi, enable_alibi
+from h2o_kv.policies import rules_of
 
 # Their attention is their own, and never sdpa.
 ALIBI_FAMILIES = ("bloom", "mpt")
@@ -245,7 +246,10 @@ def check_against_reference(
     """
     assert sorted(recording.calls) == list(range(len(cache.layers)))
     evictions = 0
-    for calls in recording.calls.values():
+    for layer_idx, calls in recording.calls.items():
+        rules = rules_of(cache.policy)
+        if cache.policy.score_rule == "random":
+            rules["score_seed"] = cache.policy.layer_seed(layer_idx)
         batch, num_kv_heads, _, head_dim = calls[0].key.shape
         capacity = max(sum(budget) for budget in budgets)
         shape = (batch, num_kv_heads, capacity)
@@ -281,6 +285,7 @@ def check_against_reference(
                 alibi_slopes=call.alibi_slopes,
                 chunk=chunk,
                 row_budget=torch.tensor(budgets),
+                **rules,
             )
             evictions += int((evicted >= 0).sum())
             torch.testing.assert_close(

@@ -360,7 +360,7 @@ def decode(
         query, key, value = (laid_out(t, layouts[0]) for t in (query, key, value))
         view = cache_laid_out(moved, layouts[1])
         moved = view.state
-    for name in ("alibi_slopes", "row_budget", "rope_cos", "rope_sin"):
+    for name in ("alibi_slopes", "row_budget", "rope_cos", "rope_sin", "score_new"):
         if options.get(name) is not None:
             options[name] = options[name].to(device)
     room = {name: options[name] for name in ("k_evicted", "v_evicted") if name in options}
@@ -594,7 +594,7 @@ def check_calls(
             if step.margin <= 2 * tolerance:  # others than the reference's may leave, but near them
                 left = [p for p in evicted[row, head].tolist() if p >= 0]
                 assert len(left) == len(step.victims), where
-                score = dict(zip(step.candidates, step.scores.tolist(), strict=True))
+                score = dict(zip(step.candidates, step.compared, strict=True))
                 highest = score[step.victims[-1]] + 2 * tolerance
                 assert all(score[p] <= highest for p in left), where
                 continue

@@ -43,6 +43,16 @@ ENTRIES = dict(schema_entries(SCHEMA))
 LEAVES = {key: entry for key, entry in ENTRIES.items() if "properties" not in entry}
 
 
+# Keys that are refused without others.
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "score_decay": {"score_rule": "decay"},
+    "score_seed": {"score_rule": "random"},
+    "pattern_stride": {"pattern_columns": 1},
+    "pattern_columns": {"pattern_stride": 2147483647},
+    "read_page": {"read_slots": 1},
+}
+
+
 def settings_with(key: str, value: Any) -> dict[str, Any]:
     """Return a config that is complete but for the one key."""
     section, *rest = key.split(".")
@@ -51,6 +61,7 @@ def settings_with(key: str, value: Any) -> dict[str, Any]:
         if len(rest) == 2:
             policy[rest[0]] = {rest[1]: value}
         else:
+            policy |= COMPANIONS.get(rest[0], {}) if value else {}
             policy[rest[0]] = value
         return {"policy": policy}
     return {section: {rest[0]: value}} if rest else {section: value}
@@ -58,6 +69,8 @@ def settings_with(key: str, value: Any) -> dict[str, Any]:
 
 def value_of(config: Config, key: str) -> Any:
     section, name = key.split(".")
+    if section == "policy":
+        return config.policy.arguments[name]
     return getattr(getattr(config, section), name)
 
 
@@ -183,7 +196,9 @@ def test_every_field_has_a_default_in_the_schema() -> None:
     with_default = {key for key, entry in LEAVES.items() if "default" in entry}
     fields = {f"model.{field.name}" for field in dataclasses.fields(ModelConfig)}
     fields |= {f"run.{field.name}" for field in dataclasses.fields(RunConfig)}
-    assert with_default == fields | {"policy.num_sink", "policy.gqa_reduce"}
+    fields |= {f"policy.{name}" for name in parse({}).policy.arguments}
+    of_either = ("num_heavy", "num_recent", "heavy_ratio", "recent_ratio")
+    assert with_default == fields - {f"policy.{name}" for name in of_either}
 
 
 def edge_values() -> Iterator[tuple[str, Any, bool]]:
@@ -274,6 +289,8 @@ def test_the_example_in_the_docs_is_the_shipped_one() -> None:
         (
             '{"policy": {"heavvy": {"size": 1}}}',
             'policy must have only the keys "num_sink", "heavy", "recent", "gqa_reduce", '
+            '"score_rule", "score_decay", "score_seed", "score_queries", "score_pool", '
+            '"pattern_stride", "pattern_columns", "read_slots", "read_page", '
             'got "heavvy": an object',
         ),
         ('{"run": {"seed": 1, "seed": 1}}', "run.seed must be given once, got it twice"),

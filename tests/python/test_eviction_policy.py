@@ -137,8 +137,11 @@ def test_a_pickle_names_the_public_class() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ((), "EvictionPolicy: a pickled state must have 6 items, got 0"),
-        ((-1, 1, 0, None, None, "sum"), "EvictionPolicy: num_heavy must be >= 0, got -1"),
+        ((), "EvictionPolicy: a pickled state must have 15 items, got 0"),
+        (
+            (-1, 1, 0, None, None, "sum", "sum", 1.0, 0, 0, 1, 0, 0, 0, 1),
+            "EvictionPolicy: num_heavy must be >= 0, got -1",
+        ),
     ],
 )
 def test_a_pickle_is_checked(state: tuple[Any, ...], message: str) -> None:
@@ -203,7 +206,8 @@ def test_arguments_have_to_be_named() -> None:
 def test_an_unknown_keyword_is_told_with_the_nearest_one(keyword: str, nearest: str | None) -> None:
     message = (
         "EvictionPolicy: keywords must be among num_heavy, num_recent, num_sink, heavy_ratio, "
-        f"recent_ratio, gqa_reduce, got {keyword}"
+        "recent_ratio, gqa_reduce, score_rule, score_decay, score_seed, score_queries, score_pool, "
+        f"pattern_stride, pattern_columns, read_slots, read_page, got {keyword}"
     )
     if nearest is not None:
         message += f"; did you mean {nearest}?"

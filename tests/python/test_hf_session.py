@@ -319,7 +319,7 @@ def test_the_file_is_what_the_documentation_says(tmp_path: Path) -> None:
     del header["sha256"]
     assert header == {
         "format": "h2o-kv session",
-        "version": 2,
+        "version": 3,
         "library": __version__,
         "model": {
             "model_type": "llama",
@@ -335,6 +335,15 @@ def test_the_file_is_what_the_documentation_says(tmp_path: Path) -> None:
             "heavy_ratio": None,
             "recent_ratio": None,
             "gqa_reduce": "sum",
+            "score_rule": "sum",
+            "score_decay": 1.0,
+            "score_seed": 0,
+            "score_queries": 0,
+            "score_pool": 1,
+            "pattern_stride": 0,
+            "pattern_columns": 0,
+            "read_slots": 0,
+            "read_page": 1,
         },
         "options": {
             "prefill": "one_shot",
@@ -560,9 +569,9 @@ def test_files_that_are_no_sessions_are_refused(tmp_path: Path) -> None:
 def test_a_later_format_is_refused_by_its_version(tmp_path: Path) -> None:
     model, _ = filled(tmp_path / "a")
     header, tensors = opened(tmp_path / "a")
-    write(tmp_path / "a", {**header, "version": 3, "library": "7.5", "new": 1}, tensors)
+    write(tmp_path / "a", {**header, "version": 4, "library": "7.5", "new": 1}, tensors)
     match = (
-        rf"version must be <= 2, the latest that h2o-kv {__version__} reads, got 3, written by "
+        rf"version must be <= 3, the latest that h2o-kv {__version__} reads, got 4, written by "
         "h2o-kv '7.5'$"
     )
     refused(tmp_path / "a", model.config, match)
@@ -572,6 +581,10 @@ def test_a_file_of_the_first_version_loads(tmp_path: Path) -> None:
     model, cache = filled(tmp_path / "a")
     header, tensors = opened(tmp_path / "a")
     del header["budget_events"]
+    for name in [
+        name for name in header["policy"] if name.startswith(("score_", "pattern_", "read_"))
+    ]:
+        del header["policy"][name]
     write(tmp_path / "a", signed({**header, "version": 1}, tensors), tensors)
     loaded = H2OCache.load(tmp_path / "a", model.config)
     assert contents(loaded) == contents(cache)

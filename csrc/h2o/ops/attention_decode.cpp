@@ -28,11 +28,15 @@ DecodeResult attention_decode(const at::Tensor& query, const KVCache& cache,
                              .findSchemaOrThrow("h2o::h2o_attention_decode", "")
                              .typed<decltype(decode_entry<decode_meta>)>();
   const Budget budget = policy.budget();
+  const Scoring& scoring = policy.scoring();
   auto [output, evicted] = op.call(
       query, cache.k_cache, cache.v_cache, cache.scores, cache.positions, k_new, v_new,
       position_new, budget.num_sink, budget.num_heavy, budget.num_recent,
       to_string(policy.gqa_reduce()), options.scale, options.chunk, options.alibi_slopes,
-      options.row_budget, options.k_evicted, options.v_evicted, options.rope_cos, options.rope_sin);
+      options.row_budget, options.k_evicted, options.v_evicted, options.rope_cos, options.rope_sin,
+      to_string(scoring.rule), scoring.decay, options.score_seed.value_or(scoring.seed),
+      scoring.num_queries, scoring.pool, options.score_new, scoring.pattern_stride,
+      scoring.pattern_columns, policy.reading().slots, policy.reading().page);
   return {std::move(output), std::move(evicted)};
 }
 

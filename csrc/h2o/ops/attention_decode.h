@@ -26,6 +26,10 @@ struct DecodeOptions {
   // cached token among those that its KV head keeps, those of new ones after them. float32
   // (float64 for a float64 cache).
   std::optional<at::Tensor> rope_cos = std::nullopt, rope_sin = std::nullopt;
+  // [batch, num_kv_heads, num_new], dtype of the scores: added to a new token's first score.
+  std::optional<at::Tensor> score_new = std::nullopt;
+  // Instead of the policy's, so that layers do not draw the same numbers.
+  std::optional<int64_t> score_seed = std::nullopt;
 };
 
 struct DecodeResult {

@@ -79,6 +79,38 @@ void check_evicted(const char* op, const KVCache& cache, const at::Tensor& k_new
   if (!cache.k_cache.is_meta()) check_apart(op, "v_evicted", *v_evicted, "k_evicted", *k_evicted);
 }
 
+ScoreRule checked_rule(const char* op, std::string_view name) {
+  try {
+    return parse_score_rule(op, name);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+// One sentence of the policy's, as the operator's.
+Scoring checked_scoring(const char* op, Scoring scoring) {
+  try {
+    check_scoring(std::string(op) + ": ", scoring);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+  return scoring;
+}
+
+Reading checked_reading(const char* op, const Reading& reading, const Scoring& scoring,
+                        bool has_alibi) {
+  try {
+    check_reading(std::string(op) + ": ", reading, scoring);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+  TORCH_CHECK_VALUE(reading.page == 1 || !has_alibi, op,
+                    ": read_page must be 1 with alibi_slopes, whose bias a page's bound leaves "
+                    "out, got ",
+                    reading.page);
+  return reading;
+}
+
 // Angles to turn the pairs of `vectors` by, [..., head_dim].
 void check_angles(const char* op, const std::array<const char*, 2>& names, const at::Tensor& cos,
                   const at::Tensor& sin, const char* vectors_name, const at::Tensor& vectors) {
@@ -118,7 +150,10 @@ DecodeCall DecodeCall::check(
     int64_t num_recent, std::string_view gqa_reduce, std::optional<double> scale, int64_t chunk,
     const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& row_budget,
     const std::optional<at::Tensor>& k_evicted, const std::optional<at::Tensor>& v_evicted,
-    const std::optional<at::Tensor>& rope_cos, const std::optional<at::Tensor>& rope_sin) {
+    const std::optional<at::Tensor>& rope_cos, const std::optional<at::Tensor>& rope_sin,
+    std::string_view score_rule, double score_decay, int64_t score_seed, int64_t score_queries,
+    int64_t score_pool, const std::optional<at::Tensor>& score_new, int64_t pattern_stride,
+    int64_t pattern_columns, int64_t read_slots, int64_t read_page) {
   constexpr const char* kOp = "h2o_attention_decode";
   constexpr const char* kQuery = "[batch, num_q_heads, num_new, head_dim]";
   const KVCache cache = KVCache::from(kOp, k_cache, v_cache, scores, positions);
@@ -145,6 +180,24 @@ DecodeCall DecodeCall::check(
         "positions");
     check_angles(kOp, {"rope_cos", "rope_sin"}, *rope_cos, *rope_sin, "k_cache", k_cache);
   }
+  const Scoring scoring = checked_scoring(kOp, {.rule = checked_rule(kOp, score_rule),
+                                                .decay = score_decay,
+                                                .seed = score_seed,
+                                                .num_queries = score_queries,
+                                                .pool = score_pool,
+                                                .pattern_stride = pattern_stride,
+                                                .pattern_columns = pattern_columns});
+  if (scoring.rule == ScoreRule::kMisses && chunk > 1) {
+    TORCH_CHECK_VALUE(
+        k_new.sym_size(2) <= 1, kOp,
+        ": chunk must be 1 with score_rule \"misses\", which looks at every query, got ", chunk);
+  }
+  if (score_new) {
+    check_sizes(kOp, "score_new", *score_new, "[batch, num_kv_heads, num_new]",
+                {k_cache.sym_size(0), k_cache.sym_size(1), k_new.sym_size(2)});
+    check_dtype(kOp, "score_new", *score_new, scores.scalar_type());
+    check_device(kOp, "score_new", *score_new, "k_cache", k_cache);
+  }
   return {query,
           cache,
           k_new,
@@ -159,7 +212,10 @@ DecodeCall DecodeCall::check(
           k_evicted,
           v_evicted,
           rope_cos,
-          rope_sin};
+          rope_sin,
+          scoring,
+          score_new,
+          checked_reading(kOp, {read_slots, read_page}, scoring, alibi_slopes.has_value())};
 }
 
 EvictCall EvictCall::check(const at::Tensor& k_cache, const at::Tensor& v_cache,
@@ -167,7 +223,8 @@ EvictCall EvictCall::check(const at::Tensor& k_cache, const at::Tensor& v_cache,
                            const at::Tensor& k_new, const at::Tensor& v_new,
                            const at::Tensor& scores_new, const at::Tensor& position_new,
                            int64_t num_sink, int64_t num_heavy, int64_t num_recent,
-                           const std::optional<at::Tensor>& row_budget) {
+                           const std::optional<at::Tensor>& row_budget, std::string_view score_rule,
+                           int64_t pattern_stride, int64_t pattern_columns) {
   constexpr const char* kOp = "h2o_evict";
   const KVCache cache = KVCache::from(kOp, k_cache, v_cache, scores, positions);
   check_new_tokens(kOp, cache, k_new, v_new, position_new);
@@ -178,7 +235,10 @@ EvictCall EvictCall::check(const at::Tensor& k_cache, const at::Tensor& v_cache,
   const Budget budget{num_sink, num_heavy, num_recent};
   check_budget(kOp, budget, k_cache.sym_size(2));
   check_row_budget(kOp, row_budget, "k_cache", k_cache);
-  return {cache, k_new, v_new, scores_new, position_new, budget, row_budget};
+  const Scoring scoring = checked_scoring(kOp, {.rule = checked_rule(kOp, score_rule),
+                                                .pattern_stride = pattern_stride,
+                                                .pattern_columns = pattern_columns});
+  return {cache, k_new, v_new, scores_new, position_new, budget, row_budget, scoring};
 }
 
 SelectCall SelectCall::check(const at::Tensor& query, const at::Tensor& key,

@@ -26,7 +26,8 @@ at::Tensor evict(const KVCache& cache, const at::Tensor& k_new, const at::Tensor
   const Budget budget = policy.budget();
   return op.call(cache.k_cache, cache.v_cache, cache.scores, cache.positions, k_new, v_new,
                  scores_new, position_new, budget.num_sink, budget.num_heavy, budget.num_recent,
-                 row_budget);
+                 row_budget, to_string(policy.scoring().rule), policy.scoring().pattern_stride,
+                 policy.scoring().pattern_columns);
 }
 
 static const Registration registration(c10::DispatchKey::Meta, [](torch::Library& m) {

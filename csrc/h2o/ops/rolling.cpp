@@ -123,6 +123,7 @@ DecodeCall columns_of(const DecodeCall& call, int64_t begin, int64_t count) {
     *tensor = tensor->narrow(2, begin, count);
   }
   part.position_new = call.position_new.narrow(1, begin, count);
+  if (call.score_new) part.score_new = call.score_new->narrow(2, begin, count);
   if (call.k_evicted) {
     part.k_evicted = call.k_evicted->narrow(2, begin, count);
     part.v_evicted = call.v_evicted->narrow(2, begin, count);
@@ -162,6 +163,7 @@ DecodeOutputs join_rows(const DecodeCall& call, const RollingKernels& kernels) {
     *tensor = reordered(*tensor, order);
   }
   ordered.position_new = call.position_new.gather(1, order);
+  if (call.score_new) ordered.score_new = reordered(*call.score_new, order);
   for (auto* room : {&ordered.k_evicted, &ordered.v_evicted}) {
     if (*room) *room = at::take_along_dim(**room, told.clamp_max(num_new - 1).unsqueeze(3), 2);
   }

@@ -41,6 +41,7 @@ from h2o_kv.models import (
     load_model,
     resolve_device,
 )
+from h2o_kv.policies import rules_of
 from h2o_kv_cli import STDIN, UserError, one_line, printable, read_text, utf8, write_json
 from h2o_kv_cli.text_tokens import chat_tokens
 
@@ -370,18 +371,14 @@ def _given(option: Any, otherwise: Any) -> Any:
 
 def _override_policy(policy: EvictionPolicy, args: argparse.Namespace) -> EvictionPolicy:
     """The policy with what the command line says in place of its own parts."""
-    heavy: dict[str, Any] = {"num_heavy": policy.num_heavy, "heavy_ratio": policy.heavy_ratio}
-    if args.heavy is not None:
-        heavy = _as_keyword("heavy", args.heavy)
-    recent: dict[str, Any] = {"num_recent": policy.num_recent, "recent_ratio": policy.recent_ratio}
-    if args.recent is not None:
-        recent = _as_keyword("recent", args.recent)
-    return EvictionPolicy(
-        num_sink=_given(args.sink, policy.num_sink),
-        gqa_reduce=_given(args.gqa_reduce, policy.gqa_reduce),
-        **heavy,
-        **recent,
-    )
+    changes: dict[str, Any] = {
+        "num_sink": _given(args.sink, policy.num_sink),
+        "gqa_reduce": _given(args.gqa_reduce, policy.gqa_reduce),
+    }
+    for part, value in (("heavy", args.heavy), ("recent", args.recent)):
+        if value is not None:
+            changes |= _as_keyword(part, value)
+    return policy.replace(**changes)
 
 
 def _as_keyword(part: str, value: int | float) -> dict[str, Any]:
@@ -466,6 +463,7 @@ def _policy_as_dict(policy: EvictionPolicy) -> dict[str, Any]:
         "num_recent": budget.num_recent,
         "budget": budget.total,
         "gqa_reduce": policy.gqa_reduce,
+        **rules_of(policy),
     }
 
 

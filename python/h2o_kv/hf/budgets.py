@@ -18,6 +18,7 @@ from torch import Tensor
 
 from h2o_kv._C import Budget, EvictionPolicy
 from h2o_kv.hf.memory import LayerMemory
+from h2o_kv.policies import rules_of
 
 __all__ = ["BudgetEvent", "MovableBudget", "requested_budgets"]
 
@@ -148,6 +149,13 @@ def _budget(name: str, value: Any, gqa_reduce: str) -> Budget:
 class MovableBudget(LayerMemory):
     """The memory of a layer whose budget can be set to another one while it runs."""
 
+    @property
+    def _order(self) -> dict[str, Any]:
+        """What h2o_evict compares, where it is not the score."""
+        rules = rules_of(self.settings.policy)
+        names = ("score_rule", "pattern_stride", "pattern_columns")
+        return {name: rules[name] for name in names if name in rules}
+
     def _rows_changed(self) -> None:
         super()._rows_changed()
         self._note_arrival(self.columns_seen)
@@ -261,6 +269,7 @@ class MovableBudget(LayerMemory):
             row_budget.new_empty(batch, 0),
             *self._counts,
             row_budget=row_budget,
+            **self._order,
         )
         return evicted[:, :, :width].clone()
 

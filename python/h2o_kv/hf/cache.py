@@ -113,6 +113,9 @@ class H2OCache(Cache):  # type: ignore[misc]
         position is its rank among the tokens that its KV head keeps, so that none is ever past
         budget + new tokens: for streams longer than the model's context. Then `k_cache` holds keys
         without rotation. For models with rotary embeddings, see `h2o_kv.hf.ROLLING_MODELS`.
+    given_scores : sequence of Tensor, float, [num_kv_heads, length], one a layer
+        Only with score_rule="given": the score of each position, in every row; 0 past the end, or
+        where none are given. Such a cache cannot be saved.
     compileable : bool
         Whether `generate` may compile the decode step: on a GPU it then does so by itself, elsewhere
         where its compile_config says so. Also an attribute; a saved session does not hold it.
@@ -160,6 +163,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         dtype: torch.dtype | None = None,
         max_rollback: int | None = None,
         positions: str = "original",
+        given_scores: Sequence[Tensor] | None = None,
         compileable: bool = False,
     ) -> None:
         decoder = _decoder_config(config)
@@ -194,6 +198,7 @@ class H2OCache(Cache):  # type: ignore[misc]
             dtype=dtype,
             max_rollback=max_rollback,
             positions=positions,
+            given_scores=_given_scores(policy, given_scores, decoder.num_hidden_layers),
             rolling=rolling,
             max_positions=getattr(decoder, _LEARNED_POSITIONS.get(decoder.model_type, ""), None),
             whole_masks=_builds_whole_masks(decoder),
@@ -778,10 +783,14 @@ class H2OCache(Cache):  # type: ignore[misc]
         Raises
         ------
         SessionError
-            The state is not one that a cache can be in.
+            The state is not one that a cache can be in, or it has given_scores.
         OSError
             The file cannot be written.
         """
+        if self._settings.given_scores is not None:
+            raise session.SessionError(
+                "H2OCache.save: given_scores must be None, since a session does not hold them, got some"
+            )
         self._settle()
         states = [layer.state() for layer in self.layers]
         session.save(file, self._settings, states, self.budget_events)
@@ -903,6 +912,30 @@ def _prompt_length(value: int | Sequence[int] | None) -> int | tuple[int, ...] |
     if not lengths or min(lengths) < 1:
         raise ValueError(f"{name} must be >= 1 in every row, got {value}")
     return lengths if is_sequence else lengths[0]
+
+
+def _given_scores(
+    policy: EvictionPolicy, given: Sequence[Tensor] | None, num_layers: int
+) -> tuple[Tensor, ...] | None:
+    """The scores that positions come with, checked as far as it can be before the first keys."""
+    if given is None:
+        return None
+    if policy.score_rule != "given":
+        raise ValueError(
+            f'H2OCache: score_rule must be "given" with given_scores, got "{policy.score_rule}"'
+        )
+    scores = tuple(given)
+    if len(scores) != num_layers:
+        raise ValueError(
+            f"H2OCache: given_scores must be one a layer = {num_layers}, got {len(scores)}"
+        )
+    for scores_of_layer in scores:
+        if scores_of_layer.dim() != 2 or scores_of_layer.shape[1] == 0:
+            raise ValueError(
+                "H2OCache: given_scores must be [num_kv_heads, length], length >= 1, got "
+                f"{list(scores_of_layer.shape)}"
+            )
+    return scores
 
 
 def _count(name: str, value: Any) -> int:

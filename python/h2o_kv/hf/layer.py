@@ -23,6 +23,7 @@ from h2o_kv.hf.progress import Copies, Progress, Room, StepRoom, Undo
 from h2o_kv.hf.rollback import RollbackMemory
 from h2o_kv.hf.rolling import ranks_needed
 from h2o_kv.hf.settings import Settings, model_shape
+from h2o_kv.policies import rules_of
 
 __all__ = ["LAYER_ATTRIBUTE", "H2OLayer"]
 
@@ -84,7 +85,9 @@ class H2OLayer(RollbackMemory):
     def __init__(self, settings: Settings, progress: Progress, layer_idx: int) -> None:
         super().__init__(settings, progress, layer_idx)
         self._known_config = settings.config
-        self._gqa_reduce = settings.policy.gqa_reduce
+        self._scoring = {"gqa_reduce": settings.policy.gqa_reduce, **rules_of(settings.policy)}
+        if settings.policy.score_rule == "random":
+            self._scoring["score_seed"] = settings.policy.layer_seed(layer_idx)
 
     def __repr__(self) -> str:
         return f"H2OLayer(layer_idx={self.layer_idx}, capacity={self.capacity})"
@@ -231,13 +234,14 @@ class H2OLayer(RollbackMemory):
             new.value,
             new.position,
             *self._counts,
-            gqa_reduce=self._gqa_reduce,
             scale=new.scale,
             chunk=chunk,
             alibi_slopes=self._alibi_slopes,
             row_budget=self.row_budget,
+            **self._scoring,
             **into,
             **self._angles(new, chunk),
+            **self._given_scores(new.position),
         )
         output: Tensor
         if atomic:
@@ -249,6 +253,16 @@ class H2OLayer(RollbackMemory):
             output, self.last_evicted = step()
         self.tokens_seen.add_(new.added)
         return output
+
+    def _given_scores(self, position: Tensor) -> dict[str, Tensor]:
+        """Scores that new tokens come with, of their positions [batch, num_new]."""
+        if self.settings.given_scores is None:
+            return {}
+        assert self.scores is not None
+        given = self.settings.given_scores[self.layer_idx].to(self.scores)
+        length = given.shape[1]
+        scores = given[:, position.clamp(0, length - 1)].transpose(0, 1)
+        return {"score_new": scores.masked_fill(position[:, None] >= length, 0)}
 
     def _angles(self, new: _NewTokens, chunk: int) -> dict[str, Tensor]:
         """What h2o_attention_decode rotates by, with positions="rolling"."""

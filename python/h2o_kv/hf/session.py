@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 _FORMAT = "h2o-kv session"
 # To be raised with every change that this code would misread.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # Entry of the file's metadata; the only one, since safetensors writes several in random order.
 _METADATA_KEY = "h2o_kv_session"
 
@@ -52,7 +52,21 @@ _LATER_OPTIONS: dict[str, tuple[int, Any]] = {"positions": (2, "original")}
 _LAYER = ("columns_seen", "budget", "window", "device", "sha256")
 _EVENT = ("position", "time", "old", "new", "max_evictions_per_step", "held_at")
 _BUDGET = ("num_sink", "num_heavy", "num_recent")
-_POLICY = ("num_heavy", "num_recent", "num_sink", "heavy_ratio", "recent_ratio", "gqa_reduce")
+_LATER_POLICY: dict[str, tuple[int, Any]] = {
+    "score_rule": (3, "sum"),
+    "score_decay": (3, 1.0),
+    "score_seed": (3, 0),
+    "score_queries": (3, 0),
+    "score_pool": (3, 1),
+    "pattern_stride": (3, 0),
+    "pattern_columns": (3, 0),
+    "read_slots": (3, 0),
+    "read_page": (3, 1),
+}
+_POLICY = (
+    *("num_heavy", "num_recent", "num_sink", "heavy_ratio", "recent_ratio", "gqa_reduce"),
+    *_LATER_POLICY,
+)
 
 # Axes of each of a layer's STATE_TENSORS; those of one name have one size.
 _SLOTS = ("batch", "num_kv_heads", "capacity")
@@ -98,7 +112,7 @@ def save(
         "version": FORMAT_VERSION,
         "library": version(),
         "model": model_shape(settings.config),
-        "policy": _attributes(settings.policy, _POLICY),
+        "policy": settings.policy.arguments,
         "options": {**options, "dtype": _dtype_name(options["dtype"])},
         "layers": [
             {
@@ -221,6 +235,8 @@ def _header(metadata: dict[str, str] | None) -> dict[str, Any]:
     _fill_in(header, _LATER, written)
     if isinstance(header.get("options"), dict):
         _fill_in(header["options"], _LATER_OPTIONS, written)
+    if isinstance(header.get("policy"), dict):
+        _fill_in(header["policy"], _LATER_POLICY, written)
     return _object("header", header, _HEADER)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from h2o_kv._C import EvictionPolicy
 from h2o_kv.hf.rolling import Rolling
@@ -40,6 +41,7 @@ class Settings:
     dtype: torch.dtype | None
     max_rollback: int | None
     positions: str
+    given_scores: tuple[Tensor, ...] | None
     rolling: Rolling | None
     max_positions: int | None
     whole_masks: bool

@@ -25,7 +25,8 @@ struct QueryTile {
   const int32_t* columns;            // [chunk's tokens] column of each
   const int32_t* new_positions;      // [chunk's tokens]
   LogitTerms<A> terms;
-  A* scratch;  // tile_scratch_size() elements, best aligned to 64 bytes
+  const A* row_factors;  // [chunk's tokens] on what each gives to the sums; null: all 1
+  A* scratch;            // tile_scratch_size() elements, best aligned to 64 bytes
   // Results.
   A* column_sums;  // [num_cached + chunk's tokens], grows: the mass that the tile's queries give
                    // each

@@ -163,8 +163,9 @@ class TileAttention {
       if (with_output) multiply_by_values(key, count);
     });
     for (int64_t lane = 0; lane < width_; ++lane) sum_[lane] = lane < rows_ ? 1 / sum_[lane] : 0;
-    add_column_sums<Reduce>();
     if (with_output) write_output();
+    if (tile_.row_factors != nullptr) scale_rows();
+    add_column_sums<Reduce>();
   }
 
  private:
@@ -356,6 +357,13 @@ class TileAttention {
           output_[d * width_ + lane] += value[d] * weights(key)[lane];
         }
       }
+    }
+  }
+
+  // From here on sum_ is what a weight counts for in the sums.
+  void scale_rows() const {
+    for (int64_t lane = 0; lane < rows_; ++lane) {
+      sum_[lane] *= tile_.row_factors[tile_.first + lane % tile_.count];
     }
   }
 

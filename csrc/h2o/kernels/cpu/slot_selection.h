@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "h2o/budget.h"
+#include "h2o/kernels/score_rule.h"
 #include "h2o/kernels/slot_order.h"
 
 // Deciding who leaves, on the CPU: these functions return indices and write nothing. The order
@@ -18,14 +19,14 @@ struct SlotScan {
   int64_t occupied = 0;
   int64_t lowest_empty = -1;  // slot, or -1
   int64_t victim = -1;        // the slot that would leave first, or -1 where every one is protected
-  Score victim_score = 0;
+  Score victim_score = 0;     // what it is ordered by
   int32_t victim_position = -1;
 };
 
-template <typename Score>
+template <typename Score, typename Rule = PaperScoring>
 SlotScan<Score> scan_slots(const Score* scores, int64_t scores_stride, const int32_t* positions,
                            int64_t positions_stride, int64_t capacity, int64_t newest,
-                           const Budget& budget) {
+                           const Budget& budget, const Rule& rule = {}) {
   SlotScan<Score> scan;
   for (int64_t slot = 0; slot < capacity; ++slot) {
     const int32_t position = positions[slot * positions_stride];
@@ -35,7 +36,7 @@ SlotScan<Score> scan_slots(const Score* scores, int64_t scores_stride, const int
     }
     ++scan.occupied;
     if (is_protected(position, newest, budget)) continue;
-    const Score score = scores[slot * scores_stride];
+    const Score score = rule.order_key(scores[slot * scores_stride], position, newest);
     if (scan.victim < 0 ||
         leaves_before(score, position, scan.victim_score, scan.victim_position)) {
       scan.victim = slot;
@@ -49,7 +50,7 @@ SlotScan<Score> scan_slots(const Score* scores, int64_t scores_stride, const int
 // A token that may stay or leave: one of the cache's or a new one.
 template <typename Score>
 struct Candidate {
-  Score score;
+  Score score;  // what it is ordered by
   int32_t position;
   int32_t index;  // the caller's: a slot, a column
 };

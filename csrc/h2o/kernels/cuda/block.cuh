@@ -91,6 +91,17 @@ struct Smallest {
   }
 };
 
+// The sum of |v| of a value.
+template <typename A, typename T>
+__device__ __forceinline__ A value_norm_of(const T* value, int32_t head_dim) {
+  A sum = 0;
+  for (int32_t d = 0; d < head_dim; ++d) {
+    const A element = static_cast<A>(value[d]);
+    sum += element < 0 ? -element : element;
+  }
+  return sum;
+}
+
 // The order of eviction, slot_order.h's; among equals, which takes a position that repeats, the
 // lower index. Nobody comes last.
 template <typename A>

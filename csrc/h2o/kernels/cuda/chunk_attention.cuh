@@ -302,6 +302,9 @@ __global__ void __launch_bounds__(kTileThreads, 4)
         const A logit = p.terms.logit(logits[j], query_head(chunk, first + query),
                                       shared.key_positions[key], shared.query_positions[query]);
         weight = exponential(logit - shared.maximum[query]) / shared.sum[query];
+        if (p.row_factors != nullptr) {
+          weight *= p.row_factors[chunk.num_tokens - 1 - (first + query) / group_size];
+        }
       }
       shared.weights[query][key] = weight;
     }
@@ -320,11 +323,29 @@ __global__ void __launch_bounds__(kTileThreads, 4)
   }
 
   if (threadIdx.x >= kTile || shared.key_positions[threadIdx.x] < 0) return;
+  const int32_t key = first_key + static_cast<int32_t>(threadIdx.x);
+  Received<A> received;
+  received.mass = mass;
+  received.together = true;
   if (of_slots) {
-    *p.cache.scores.at(chunk.row, chunk.head, first_key + threadIdx.x) += mass;
-  } else {
-    p.new_scores[row_head * p.sizes.num_new + chunk.column(first_key + threadIdx.x)] = mass;
+    if (p.scoring.reads_values()) {
+      received.value_norm =
+          value_norm_of<A>(p.cache.v.at(chunk.row, chunk.head, key), p.sizes.head_dim);
+    }
+    const A kept = p.scoring.template kept<A>();
+    for (int32_t i = 0; kept != 1 && i < chunk.num_tokens; ++i) received.kept *= kept;
+    A* const score = p.cache.scores.at(chunk.row, chunk.head, key);
+    *score = p.scoring.grown(*score, received);
+    return;
   }
+  const int32_t column = chunk.column(key);
+  if (p.scoring.reads_values()) {
+    received.value_norm =
+        value_norm_of<A>(p.v_new.at(chunk.row, chunk.head, column), p.sizes.head_dim);
+  }
+  A score = p.scoring.first(received, chunk.head, shared.key_positions[threadIdx.x]);
+  if (p.score_new.data != nullptr) score += *p.score_new.at(chunk.row, chunk.head, column);
+  p.new_scores[row_head * p.sizes.num_new + column] = score;
 }
 
 inline int64_t tiles(int64_t count) { return (count + kTile - 1) / kTile; }

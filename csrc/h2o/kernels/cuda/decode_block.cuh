@@ -2,6 +2,7 @@
 
 #include "h2o/kernels/cuda/block.cuh"
 #include "h2o/kernels/gqa_reduce.h"
+#include "h2o/kernels/score_rule.h"
 
 // One token of each row, in one launch: attend, score, evict and store. K and V of the cache are
 // read once, for all query heads of a group together; how, is for those to say who know the
@@ -276,8 +277,10 @@ struct DecodeBlock {
 
   // Adds the weights of a query head at `slot` (head_weights[g * stride + slot]) to the scores, and
   // finds who would leave.
+  template <typename Rule>
   __device__ StepScan<A> add_scores(const A* head_weights, int64_t stride, A new_score,
-                                    const Budget& budget) const {
+                                    const Budget& budget, const Rule& rule,
+                                    Received<A> received) const {
     StepScan<A> scan;
     const bool is_sum = step.gqa_reduce == GqaReduce::kSum;
 #pragma unroll 1
@@ -294,17 +297,23 @@ struct DecodeBlock {
         const A weight = head_weights[g * stride + slot] * share[g];
         score = is_sum ? SumReduce::combine(score, weight) : MaxReduce::combine(score, weight);
       }
+      received.mass = score;
+      if (rule.reads_values()) {
+        received.value_norm = value_norm_of<A>(step.cache.v.at(row, head, slot), head_dim());
+      }
       A* const stored = step.cache.scores.at(row, head, slot);
-      score += *stored;
+      score = rule.grown(*stored, received);
       *stored = score;
       if (!is_protected(slot_position, new_position, budget)) {
-        scan.victim = First()(scan.victim, Candidate<A>{score, slot_position, slot});
+        const A key = rule.order_key(score, slot_position, new_position);
+        scan.victim = First()(scan.victim, Candidate<A>{key, slot_position, slot});
       }
     }
     if (threadIdx.x == 0) {
       ++scan.occupied;
       if (!is_protected(new_position, new_position, budget)) {
-        scan.victim = First()(scan.victim, Candidate<A>{new_score, new_position, capacity()});
+        const A key = rule.order_key(new_score, new_position, new_position);
+        scan.victim = First()(scan.victim, Candidate<A>{key, new_position, capacity()});
       }
     }
     scan.victim = block_reduce(scan.victim, First(), shared.scratch);
@@ -313,7 +322,40 @@ struct DecodeBlock {
     return scan;
   }
 
-  __device__ A new_score() const {
+  // Of a group's mass, when every token that is attended gets the same.
+  __device__ A even_share() const {
+    int32_t attended = threadIdx.x == 0 ? 1 : 0;
+    for (int32_t slot = threadIdx.x; slot < capacity(); slot += blockDim.x) {
+      attended += position(slot) >= 0;
+    }
+    attended = block_reduce(attended, Sum(), shared.scratch);
+    const A heads = step.gqa_reduce == GqaReduce::kSum ? static_cast<A>(group_size()) : A{1};
+    return heads / static_cast<A>(attended);
+  }
+  // Scores by any rule, then who leaves.
+  __device__ void score_and_store(const A* head_weights, int64_t stride,
+                                  const Budget& budget) const {
+    const A mass = new_mass();
+    if (step.scoring.is_paper() && step.score_new.data == nullptr) {
+      evict_and_store(add_scores(head_weights, stride, mass, budget, PaperScoring(), {}), budget,
+                      mass);
+      return;
+    }
+    const NamedScoring& rule = step.scoring;
+    Received<A> received;
+    received.kept = rule.template kept<A>();
+    if (rule.counts_misses()) received.even_share = even_share();
+    Received<A> own = received;
+    own.mass = mass;
+    if (rule.reads_values())
+      own.value_norm = value_norm_of<A>(step.v_new.at(row, head, step.column), head_dim());
+    A score = rule.first(own, head, new_position);
+    if (step.score_new.data != nullptr) score += *step.score_new.at(row, head, step.column);
+    evict_and_store(add_scores(head_weights, stride, score, budget, rule, received), budget, score);
+  }
+
+  // What the new token gave to itself.
+  __device__ A new_mass() const {
     A score = memory[plan.new_factor] / memory[plan.total];
     for (int32_t g = 1; g < group_size(); ++g) {
       const A weight = memory[plan.new_factor + g] / memory[plan.total + g];
@@ -432,12 +474,11 @@ struct DecodeBlock {
       output = static_cast<T>(memory[plan.output + g * head_dim() + d] / memory[plan.total + g]);
     });
 
-    const A score = new_score();
     const Budget budget = step.budget.at(row);
     const int64_t stride = alone ? plan.slots : int64_t{plan.ranges} * kSlotRange;
     const A* const head_weights =
         alone ? weights(0) : step.parts.weights + row_head() * group_size() * stride;
-    evict_and_store(add_scores(head_weights, stride, score, budget), budget, score);
+    score_and_store(head_weights, stride, budget);
   }
 };
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "h2o/kernels/cuda/views.h"
+#include "h2o/kernels/score_rule.h"
 
 // The CUDA kernels as the host calls them: torch-free, on the stream given, without synchronisation
 // or allocation. Each launch_* returns what the launch returned. T is double, float, c10::Half or
@@ -62,10 +63,12 @@ struct DecodeStep {
   BudgetView budget;
   GqaReduce gqa_reduce = GqaReduce::kSum;
   LogitTerms<A> terms;
-  int32_t column = 0;    // the new token whose turn it is
-  bool aligned = false;  // each vector of the cache starts at, and is, a multiple of 16 bytes
-  int32_t splits = 1;    // blocks of each (row, KV head)
-  DecodeParts<A> parts;  // where splits > 1
+  NamedScoring scoring;
+  View<const A> score_new;  // [batch, num_kv_heads, num_new], by column; data null: zeros
+  int32_t column = 0;       // the new token whose turn it is
+  bool aligned = false;     // each vector of the cache starts at, and is, a multiple of 16 bytes
+  int32_t splits = 1;       // blocks of each (row, KV head)
+  DecodeParts<A> parts;     // where splits > 1
   // Results.
   View<T> output;  // as query
   int64_t output_dim_stride = 1;
@@ -99,7 +102,11 @@ struct ChunkAttention {
   Chunk chunk;
   GqaReduce gqa_reduce = GqaReduce::kSum;
   LogitTerms<A> terms;
-  bool aligned = false;  // each query and key starts at, and is, a multiple of 16 bytes
+  NamedScoring scoring;
+  View<const A> score_new;         // [batch, num_kv_heads, num_new], by column; data null: zeros
+  const A* row_factors = nullptr;  // [chunk.size] on what a query gives, by how many of its chunk's
+                                   // come after it; null: all 1
+  bool aligned = false;            // each query and key starts at, and is, a multiple of 16 bytes
   // Results: softmax weight = exp(logit - maximum) / sum.
   A* maximum = nullptr;  // [batch, num_kv_heads, chunk.size, group_size]
   A* sum = nullptr;      // likewise
@@ -124,10 +131,25 @@ cudaError_t launch_prompt_statistics(const ChunkAttention<T>& attention, cudaStr
 template <typename T>
 cudaError_t launch_prompt_scores(const ChunkAttention<T>& attention, cudaStream_t stream);
 
+// Makes the scores of a chunk's tokens means over `pool` neighbours, outside of which there are
+// zeros; those of recent tokens stay what they are.
+template <typename A>
+struct ScorePool {
+  int64_t batch = 0, num_kv_heads = 0;
+  int32_t num_new = 0, pool = 1;
+  TokenList tokens;
+  Chunk chunk;
+  BudgetView budget;
+  const A* scores = nullptr;  // [batch, num_kv_heads, num_new], by column
+  A* pooled = nullptr;        // likewise
+};
+template <typename A>
+cudaError_t launch_score_pool(const ScorePool<A>& pool, cudaStream_t stream);
+
 // A token that may leave.
 template <typename A>
 struct Candidate {
-  A score;
+  A score;  // what it is ordered by
   int32_t position;
   int32_t index;  // the slot, or capacity + index within the chunk; -1 = nobody
 };
@@ -141,12 +163,14 @@ struct Selection {
   View<const T> k_new, v_new;  // [batch, num_kv_heads, num_new] vectors
   View<const A> new_scores;    // [batch, num_kv_heads, num_new], by column
   BudgetView budget;
+  NamedScoring scoring;
   // h2o_evict: all of `position_new` join, tokens leave until the budget holds, the window ends at
   // the largest position present, and those that left are written from column 0, then -1.
   // Otherwise, h2o_attention_decode: a chunk of the listed tokens joins, at most as many leave as
   // join, the window ends at the chunk's last token, and those that left are written from the
   // column of the chunk's first over -1.
   bool to_budget = false;
+  bool one_for_one = false;  // with to_budget: no more leave than join
   IndexView position_new;
   TokenList tokens;
   Chunk chunk;

@@ -19,10 +19,15 @@ struct CandidateView {
   const int32_t* new_columns;
   const int32_t* new_positions;
   int32_t num_new;
+  NamedScoring scoring;
 
   __device__ int32_t count() const { return capacity + num_new; }
   __device__ int32_t position(int32_t i) const {
     return i < capacity ? positions[i * positions_stride] : new_positions[i - capacity];
+  }
+  // What it is ordered by.
+  __device__ A order_key(int32_t i, int32_t newest) const {
+    return scoring.order_key(score(i), position(i), newest);
   }
   __device__ A score(int32_t i) const {
     return i < capacity ? scores[i * scores_stride]
@@ -93,8 +98,8 @@ __device__ int32_t choose_victims(const CandidateView<A>& candidates, const Budg
   for (int32_t i = threadIdx.x; i < size; i += blockDim.x) {
     const int32_t position = i < count ? candidates.position(i) : -1;
     const bool may_leave = position >= 0 && !is_protected(position, newest, budget);
-    entries[i] =
-        may_leave ? Candidate<A>{candidates.score(i), position, i} : Candidate<A>{A{0}, -1, -1};
+    entries[i] = may_leave ? Candidate<A>{candidates.order_key(i, newest), position, i}
+                           : Candidate<A>{A{0}, -1, -1};
     choosable += may_leave;
   }
   choosable = block_reduce(choosable, Sum(), scratch);
@@ -140,6 +145,7 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
   candidates.positions = p.cache.positions.at(row, head);
   candidates.positions_stride = p.cache.positions.token_stride;
   candidates.capacity = capacity;
+  candidates.scoring = p.scoring;
   candidates.new_scores = p.new_scores.at(row, head);
   candidates.new_scores_stride = p.new_scores.token_stride;
 
@@ -181,9 +187,9 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
           : p.sorted + row_head * sorted_candidates(int64_t{capacity} + p.chunk.size);
   int32_t* const evicted =
       p.evicted + row_head * p.evicted_width + (p.to_budget ? 0 : candidates.new_columns[0]);
-  const int32_t leaving =
-      choose_victims(candidates, budget, newest, most, p.to_budget ? INT32_MAX : num_new, entries,
-                     fate, evicted, order, scratch);
+  const int32_t leaving = choose_victims(candidates, budget, newest, most,
+                                         p.to_budget && !p.one_for_one ? INT32_MAX : num_new,
+                                         entries, fate, evicted, order, scratch);
   if (p.to_budget) {
     for (int64_t i = leaving + int64_t{threadIdx.x}; i < p.evicted_width; i += blockDim.x) {
       evicted[i] = -1;
@@ -258,6 +264,39 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
       v[d] = v_new[d];
     }
   }
+}
+
+// One block per (row, KV head).
+template <typename A>
+__global__ void __launch_bounds__(kMaxThreads, 4)
+    pool_scores(const __grid_constant__ ScorePool<A> p) {
+  const int64_t row_head = blockIdx.x, row = row_head / p.num_kv_heads;
+  const int32_t count = p.chunk.count(p.tokens, row);
+  if (count == 0) return;
+  const int32_t* const columns = p.tokens.columns(row) + p.chunk.first;
+  const int32_t* const positions = p.tokens.positions(row) + p.chunk.first;
+  const int64_t oldest_recent = int64_t{positions[count - 1]} - p.budget.at(row).num_recent + 1;
+  const A* const scores = p.scores + row_head * p.num_new;
+  A* const pooled = p.pooled + row_head * p.num_new;
+  for (int32_t i = threadIdx.x; i < count; i += blockDim.x) {
+    if (positions[i] >= oldest_recent) {
+      pooled[columns[i]] = scores[columns[i]];
+      continue;
+    }
+    A sum = 0;
+    const int32_t first = Largest()(0, i - p.pool / 2),
+                  last = Smallest()(count - 1, i + p.pool / 2);
+    for (int32_t j = first; j <= last && positions[j] < oldest_recent; ++j) {
+      sum += scores[columns[j]];
+    }
+    pooled[columns[i]] = sum / static_cast<A>(p.pool);
+  }
+}
+
+template <typename A>
+cudaError_t launch_score_pool(const ScorePool<A>& pool, cudaStream_t stream) {
+  return launch(pool_scores<A>, pool.batch * pool.num_kv_heads, threads_for(pool.chunk.size), 0,
+                stream, pool);
 }
 
 // One block per (row, KV head).

@@ -2,12 +2,16 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "h2o/kernels/cpu/decode_kernels.h"
 #include "h2o/kernels/cpu/slot_selection.h"
+#include "h2o/kernels/score_rule.h"
 #include "h2o/ops/checks.h"
 #include "h2o/ops/cpu/backend.h"
 #include "h2o/ops/cpu/chunk_attention.h"
@@ -16,6 +20,7 @@
 #include "h2o/ops/cpu/workspace.h"
 #include "h2o/ops/registration.h"
 #include "h2o/ops/rolling.h"
+#include "h2o/ops/sparse_reading.h"
 
 namespace h2o::cpu {
 namespace {
@@ -27,12 +32,16 @@ class Decoder {
   using A = Accumulator<T>;
 
   Decoder(const DecodeCall& call, const at::Tensor& query, const at::Tensor& k_new,
-          const at::Tensor& v_new, std::vector<RowTokens> tokens, std::vector<Budget> budgets,
-          const at::Tensor& output, const at::Tensor& evicted)
+          const at::Tensor& v_new, const std::optional<at::Tensor>& score_new,
+          std::vector<RowTokens> tokens, std::vector<Budget> budgets, const at::Tensor& output,
+          const at::Tensor& evicted)
       : call_(call),
         query_(query),
         k_new_(k_new),
         v_new_(v_new),
+        score_new_(score_new),
+        scoring_{call.scoring},
+        is_paper_(scoring_.is_paper() && !score_new),
         tokens_(std::move(tokens)),
         budgets_(std::move(budgets)),
         output_(output),
@@ -141,7 +150,8 @@ class Decoder {
    public:
     static int64_t workspace_size(const Decoder& decoder) {
       const int64_t stats = decoder.num_ranges() * decoder.group_size_;
-      return decoder.group_size_ * (decoder.capacity_ + 1) + stats * (decoder.head_dim_ + 3);
+      return decoder.group_size_ * (decoder.capacity_ + 1) + stats * (decoder.head_dim_ + 3) +
+             (decoder.is_paper_ ? 0 : decoder.capacity_);
     }
 
     HeadStep(const Decoder& decoder, int64_t row, int64_t head, int64_t column, int32_t position,
@@ -156,7 +166,8 @@ class Decoder {
           maximum_(weights_ + decoder.group_size_ * decoder.capacity_),
           sum_(maximum_ + stats_),
           partial_(sum_ + stats_),
-          scratch_(partial_ + stats_ * decoder.head_dim_) {}
+          scratch_(partial_ + stats_ * decoder.head_dim_),
+          masses_(scratch_ + stats_ + decoder.group_size_) {}
 
     // Steps 1-3 as far as a range of slots has a part in them; this thread takes those up to
     // `end_range` too.
@@ -190,7 +201,13 @@ class Decoder {
 
     // What is left once every range has been attended: the output, the scores, steps 4-6.
     void finish() const {
-      const VectorRows<A> scores = decoder_.scores(row_, head_);
+      // Under another rule the weights of each slot are added up apart.
+      VectorRows<A> scores = {masses_, 1};
+      if (decoder_.is_paper_) {
+        scores = decoder_.scores(row_, head_);
+      } else {
+        std::fill_n(masses_, decoder_.capacity_, A{0});
+      }
       const VectorRows<int32_t> positions = decoder_.positions(row_, head_);
       const int64_t first_query = head_ * decoder_.group_size_;
       StepMerge<T> step = {
@@ -218,7 +235,10 @@ class Decoder {
           .new_score = 0,
       };
       decode_kernels<T>().merge_step(step);
-      decoder_.place_token(row_, head_, column_, position_, step.new_score);
+      const A new_score = decoder_.is_paper_ ? step.new_score
+                                             : decoder_.grow_scores(row_, head_, column_, position_,
+                                                                    masses_, step.new_score);
+      decoder_.place_token(row_, head_, column_, position_, new_score);
     }
 
    private:
@@ -240,8 +260,56 @@ class Decoder {
     const int32_t position_;
     const int64_t stats_;
     A *const weights_, *const maximum_, *const sum_, *const partial_, *const scratch_;
+    A* const masses_;  // [capacity], where the rule is not the paper's
   };
   int64_t num_ranges() const { return (capacity_ + kSlotsPerRange - 1) / kSlotsPerRange; }
+
+  // The sum of |v| of a value, in a fixed order.
+  A value_norm(const T* value) const {
+    constexpr int64_t kLanes = 8;
+    A lanes[kLanes] = {};
+    for (int64_t d = 0; d < head_dim_; ++d) {
+      lanes[d % kLanes] += std::abs(static_cast<A>(value[d]));
+    }
+    A sum = 0;
+    for (const A lane : lanes) sum += lane;
+    return sum;
+  }
+  A value_norm(const at::Tensor& values, int64_t row, int64_t head, int64_t index) const {
+    return scoring_.reads_values() ? value_norm(at<const T>(values, row, head, index)) : A{1};
+  }
+  A given_score(int64_t row, int64_t head, int64_t column) const {
+    return score_new_ ? *at<const A>(*score_new_, row, head, column) : A{0};
+  }
+
+  // Step 3 by the call's rule, for a step that gave the slots `masses`. Returns the new token's
+  // score.
+  A grow_scores(int64_t row, int64_t head, int64_t column, int32_t position, const A* masses,
+                A new_mass) const {
+    const VectorRows<A> of_scores = scores(row, head);
+    const VectorRows<int32_t> of_positions = positions(row, head);
+    Received<A> received;
+    received.kept = scoring_.template kept<A>();
+    if (scoring_.counts_misses()) {
+      int64_t attended = 1;
+      for (int64_t slot = 0; slot < capacity_; ++slot) attended += *of_positions[slot] >= 0;
+      received.even_share = even_share(attended);
+    }
+    for (int64_t slot = 0; slot < capacity_; ++slot) {
+      if (*of_positions[slot] < 0) continue;
+      received.mass = masses[slot];
+      received.value_norm = value_norm(call_.cache.v_cache, row, head, slot);
+      *of_scores[slot] = scoring_.grown(*of_scores[slot], received);
+    }
+    received.mass = new_mass;
+    received.value_norm = value_norm(v_new_, row, head, column);
+    return scoring_.first(received, head, position) + given_score(row, head, column);
+  }
+  // Of a group's mass, when `attended` tokens get the same.
+  A even_share(int64_t attended) const {
+    const A heads = call_.gqa_reduce == GqaReduce::kSum ? static_cast<A>(group_size_) : A{1};
+    return heads / static_cast<A>(attended);
+  }
 
   // Steps 4-6 for one new token.
   void place_token(int64_t row, int64_t head, int64_t column, int32_t position, A new_score) const {
@@ -249,17 +317,19 @@ class Decoder {
     const VectorRows<A> of_scores = scores(row, head);
     const VectorRows<int32_t> of_positions = positions(row, head);
     const SlotScan<A> slots =
-        scan_slots_fast<A>(of_scores.data, of_scores.stride, of_positions.data, of_positions.stride,
-                           capacity_, position, budget);
+        is_paper_ ? scan_slots_fast<A>(of_scores.data, of_scores.stride, of_positions.data,
+                                       of_positions.stride, capacity_, position, budget)
+                  : scan_slots<A>(of_scores.data, of_scores.stride, of_positions.data,
+                                  of_positions.stride, capacity_, position, budget, scoring_);
     if (slots.occupied + 1 <= budget.total()) {
       overwrite_slot(row, head, slots.lowest_empty, column, new_score, position);
       return;
     }
     int32_t* const left = at<int32_t>(evicted_, row, head, column);
     const bool new_one_leaves =
-        slots.victim < 0 ||
-        (!is_protected(position, position, budget) &&
-         leaves_before(new_score, position, slots.victim_score, slots.victim_position));
+        slots.victim < 0 || (!is_protected(position, position, budget) &&
+                             leaves_before(scoring_.order_key(new_score, position, position),
+                                           position, slots.victim_score, slots.victim_position));
     if (new_one_leaves) {
       *left = position;
     } else {
@@ -288,6 +358,7 @@ class Decoder {
           chunk.slots.push_back(static_cast<int32_t>(slot));
           chunk.cached_positions.push_back(position);
         }
+        chunk.row_factors = row_factors(chunk.num_tokens);
         chunk.tile = {
             .first = 0,
             .count = 0,
@@ -306,6 +377,7 @@ class Decoder {
             .columns = tokens.columns.data() + begin,
             .new_positions = tokens.positions.data() + begin,
             .terms = terms(head),
+            .row_factors = chunk.row_factors.empty() ? nullptr : chunk.row_factors.data(),
             .scratch = nullptr,
             .column_sums = nullptr,
             .output = rows_of<T>(output_, row, head * group_size_),
@@ -317,24 +389,75 @@ class Decoder {
                      [&](const HeadChunk<T>& chunk, const A* sums) { place_chunk(chunk, sums); });
   }
 
+  // What the weights of each of a chunk's queries count for; empty where that is 1.
+  std::vector<A> row_factors(int64_t num_tokens) const {
+    const A kept = scoring_.template kept<A>();
+    const int64_t num_scored = call_.scoring.num_queries;
+    if (kept == 1 && num_scored == 0) return {};
+    std::vector<A> factors(static_cast<size_t>(num_tokens));
+    A factor = 1;
+    for (int64_t i = num_tokens - 1; i >= 0; --i, factor *= kept) {
+      const bool is_scored = num_scored == 0 || i >= num_tokens - num_scored;
+      factors[static_cast<size_t>(i)] = is_scored ? factor : A{0};
+    }
+    return factors;
+  }
+
+  // Makes the scores of a chunk's tokens that are no longer recent means over `pool` neighbours;
+  // outside there are zeros.
+  void pool_scores(std::vector<A>& of_tokens, const int32_t* of_positions, int64_t newest,
+                   const Budget& budget) const {
+    const int64_t reach = call_.scoring.pool / 2;
+    if (reach == 0) return;
+    int64_t count = 0;
+    while (count < static_cast<int64_t>(of_tokens.size()) &&
+           of_positions[count] <= newest - budget.num_recent) {
+      ++count;
+    }
+    const std::vector<A> before(of_tokens.begin(), of_tokens.begin() + count);
+    for (int64_t i = 0; i < count; ++i) {
+      A sum = 0;
+      for (int64_t j = std::max<int64_t>(0, i - reach); j <= std::min(count - 1, i + reach); ++j) {
+        sum += before[static_cast<size_t>(j)];
+      }
+      of_tokens[static_cast<size_t>(i)] = sum / static_cast<A>(call_.scoring.pool);
+    }
+  }
+
   // Steps 3-6 for a chunk whose queries gave every key the mass `sums`.
   void place_chunk(const HeadChunk<T>& chunk, const A* sums) const {
     const int64_t num_cached = chunk.tile.num_cached;
     const Budget& budget = budgets_[static_cast<size_t>(chunk.row)];
     std::vector<Candidate<A>> candidates;  // index: of the key, cached ones first
     candidates.reserve(static_cast<size_t>(chunk.num_keys()));
-    const VectorRows<A> of_slots = scores(chunk.row, chunk.head);
-    for (int64_t k = 0; k < num_cached; ++k) {
-      A& score = *of_slots[chunk.slots[static_cast<size_t>(k)]];
-      score += sums[k];
-      candidates.push_back(
-          {score, chunk.cached_positions[static_cast<size_t>(k)], static_cast<int32_t>(k)});
-    }
-    for (int64_t i = 0; i < chunk.num_tokens; ++i) {
-      candidates.push_back({sums[num_cached + i], chunk.tile.new_positions[i],
-                            static_cast<int32_t>(num_cached + i)});
-    }
     const int64_t newest = chunk.tile.new_positions[chunk.num_tokens - 1];
+    const auto add_candidate = [&](A score, int32_t position) {
+      candidates.push_back({scoring_.order_key(score, position, newest), position,
+                            static_cast<int32_t>(candidates.size())});
+    };
+    const VectorRows<A> of_slots = scores(chunk.row, chunk.head);
+    Received<A> received;
+    received.together = true;
+    received.kept = std::pow(scoring_.template kept<A>(), static_cast<A>(chunk.num_tokens));
+    for (int64_t k = 0; k < num_cached; ++k) {
+      const int32_t slot = chunk.slots[static_cast<size_t>(k)];
+      received.mass = sums[k];
+      received.value_norm = value_norm(call_.cache.v_cache, chunk.row, chunk.head, slot);
+      *of_slots[slot] = scoring_.grown(*of_slots[slot], received);
+      add_candidate(*of_slots[slot], chunk.cached_positions[static_cast<size_t>(k)]);
+    }
+    std::vector<A> own_scores;
+    for (int64_t i = 0; i < chunk.num_tokens; ++i) {
+      const int64_t column = chunk.tile.columns[i];
+      received.mass = sums[num_cached + i];
+      received.value_norm = value_norm(v_new_, chunk.row, chunk.head, column);
+      own_scores.push_back(scoring_.first(received, chunk.head, chunk.tile.new_positions[i]) +
+                           given_score(chunk.row, chunk.head, column));
+    }
+    pool_scores(own_scores, chunk.tile.new_positions, newest, budget);
+    for (int64_t i = 0; i < chunk.num_tokens; ++i) {
+      add_candidate(own_scores[static_cast<size_t>(i)], chunk.tile.new_positions[i]);
+    }
     const int64_t excess = std::min(chunk.num_keys() - budget.total(), chunk.num_tokens);
     choose_victims(candidates, excess, newest, budget);
     std::vector<bool> leaves(static_cast<size_t>(chunk.num_keys()), false);
@@ -353,12 +476,15 @@ class Decoder {
     for (int64_t i = 0; i < chunk.num_tokens; ++i) {
       if (leaves[static_cast<size_t>(num_cached + i)]) continue;
       overwrite_slot(chunk.row, chunk.head, slots.next(), chunk.tile.columns[i],
-                     sums[num_cached + i], chunk.tile.new_positions[i]);
+                     own_scores[static_cast<size_t>(i)], chunk.tile.new_positions[i]);
     }
   }
 
   const DecodeCall& call_;
   const at::Tensor &query_, &k_new_, &v_new_;
+  const std::optional<at::Tensor>& score_new_;
+  const NamedScoring scoring_;
+  const bool is_paper_;  // the score is what the kernels add up
   const std::vector<RowTokens> tokens_;
   const std::vector<Budget> budgets_;
   const at::Tensor &output_, &evicted_;
@@ -378,8 +504,11 @@ DecodeOutputs attention_decode(const DecodeCall& call) {
   std::vector<RowTokens> tokens = read_tokens(kOp, "position_new", call.position_new);
   std::vector<Budget> budgets =
       read_budgets(kOp, call.row_budget, call.budget, call.cache.batch(), call.cache.capacity());
+  if (reads_sparsely(call)) return decode_sparsely(call, evict);
   const at::Tensor query = call.readable(call.query), k_new = call.readable(call.k_new),
                    v_new = call.readable(call.v_new);
+  std::optional<at::Tensor> score_new;
+  if (call.score_new) score_new = call.readable(*call.score_new);
   at::Tensor output = empty_output(call.query);
   const int64_t num_new = call.k_new.size(2);
   bool padded = false;
@@ -389,12 +518,12 @@ DecodeOutputs attention_decode(const DecodeCall& call) {
   at::Tensor evicted = at::empty({call.cache.batch(), call.cache.num_kv_heads(), num_new},
                                  call.cache.positions.options());
   std::fill_n(evicted.mutable_data_ptr<int32_t>(), evicted.numel(), -1);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(),
-                                  "h2o_attention_decode", [&] {
-                                    Decoder<scalar_t>(call, query, k_new, v_new, std::move(tokens),
-                                                      std::move(budgets), output, evicted)
-                                        .run();
-                                  });
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, query.scalar_type(), "h2o_attention_decode", [&] {
+        Decoder<scalar_t>(call, query, k_new, v_new, score_new, std::move(tokens),
+                          std::move(budgets), output, evicted)
+            .run();
+      });
   return {output, evicted};
 }
 

@@ -22,6 +22,7 @@ struct HeadChunk {
   QueryTile<T> tile;  // everything but first, count, scratch and column_sums
   int64_t num_tokens = 0;
   std::vector<int32_t> slots, cached_positions;  // the occupied slots; the tile points here
+  std::vector<Accumulator<T>> row_factors;       // likewise, empty where all are 1
 
   int64_t num_keys() const { return tile.num_cached + num_tokens; }
   int64_t num_tiles() const {

@@ -26,9 +26,11 @@ class HeadEviction {
 
   HeadEviction(const KVCache& cache, const at::Tensor& k_new, const at::Tensor& v_new,
                const at::Tensor& scores_new, const RowTokens& tokens, const Budget& budget,
-               int64_t row, int64_t head)
+               const NamedScoring& scoring, bool one_for_one, int64_t row, int64_t head)
       : tokens_(tokens),
         budget_(budget),
+        scoring_(scoring),
+        one_for_one_(one_for_one),
         capacity_(cache.capacity()),
         head_dim_(cache.head_dim()),
         num_tokens_(static_cast<int64_t>(tokens.columns.size())),
@@ -48,7 +50,8 @@ class HeadEviction {
 
   // Writes the positions that leave to `left`, in the order in which they do.
   void run(int32_t* left) const {
-    const int64_t excess = occupied_ + num_tokens_ - budget_.total();
+    int64_t excess = occupied_ + num_tokens_ - budget_.total();
+    if (one_for_one_) excess = std::min(excess, num_tokens_);
     if (excess == 1) {
       if (const auto victim = only_victim()) return act(std::span(&*victim, 1), left);
     }
@@ -62,16 +65,23 @@ class HeadEviction {
   }
 
  private:
+  A own_score(int64_t i) const { return *scores_new_[tokens_.columns[static_cast<size_t>(i)]]; }
+  Candidate<A> candidate(A score, int32_t position, int64_t index) const {
+    return {scoring_.order_key(score, position, newest_), position, static_cast<int32_t>(index)};
+  }
   Candidate<A> token(int64_t i) const {
-    return {*scores_new_[tokens_.columns[static_cast<size_t>(i)]],
-            tokens_.positions[static_cast<size_t>(i)], static_cast<int32_t>(capacity_ + i)};
+    return candidate(own_score(i), tokens_.positions[static_cast<size_t>(i)], capacity_ + i);
   }
 
   // The first to leave of those that may, found without a list of them.
   std::optional<Candidate<A>> only_victim() const {
     std::optional<Candidate<A>> victim;
-    const SlotScan<A> scan = scan_slots_fast<A>(scores_.data, scores_.stride, positions_.data,
-                                                positions_.stride, capacity_, newest_, budget_);
+    const SlotScan<A> scan =
+        scoring_.is_paper()
+            ? scan_slots_fast<A>(scores_.data, scores_.stride, positions_.data, positions_.stride,
+                                 capacity_, newest_, budget_)
+            : scan_slots<A>(scores_.data, scores_.stride, positions_.data, positions_.stride,
+                            capacity_, newest_, budget_, scoring_);
     if (scan.victim >= 0) {
       victim = {scan.victim_score, scan.victim_position, static_cast<int32_t>(scan.victim)};
     }
@@ -90,7 +100,7 @@ class HeadEviction {
     all.reserve(static_cast<size_t>(occupied_ + num_tokens_));
     for (int64_t slot = 0; slot < capacity_; ++slot) {
       if (*positions_[slot] < 0) continue;
-      all.push_back({*scores_[slot], *positions_[slot], static_cast<int32_t>(slot)});
+      all.push_back(candidate(*scores_[slot], *positions_[slot], slot));
     }
     for (int64_t i = 0; i < num_tokens_; ++i) all.push_back(token(i));
     return all;
@@ -113,17 +123,18 @@ class HeadEviction {
     for (int64_t i = 0; i < num_tokens_; ++i) {
       if (leaves[static_cast<size_t>(i)]) continue;
       const int64_t slot = slots.next();
-      const Candidate<A> own = token(i);
       const int64_t column = tokens_.columns[static_cast<size_t>(i)];
       std::copy_n(k_new_[column], head_dim_, k_cache_[slot]);
       std::copy_n(v_new_[column], head_dim_, v_cache_[slot]);
-      *scores_[slot] = own.score;
-      *positions_[slot] = own.position;
+      *scores_[slot] = own_score(i);
+      *positions_[slot] = tokens_.positions[static_cast<size_t>(i)];
     }
   }
 
   const RowTokens& tokens_;
   const Budget& budget_;
+  const NamedScoring scoring_;
+  const bool one_for_one_;
   const int64_t capacity_, head_dim_, num_tokens_;
   const VectorRows<T> k_cache_, v_cache_;
   const VectorRows<A> scores_;
@@ -162,7 +173,8 @@ at::Tensor evict(const EvictCall& call) {
             const int64_t row = i / num_kv_heads;
             HeadEviction<scalar_t>(cache, k_new, v_new, scores_new,
                                    tokens[static_cast<size_t>(row)],
-                                   budgets[static_cast<size_t>(row)], row, i % num_kv_heads)
+                                   budgets[static_cast<size_t>(row)], NamedScoring{call.scoring},
+                                   call.one_for_one, row, i % num_kv_heads)
                 .run(left + i * width);
           }
         });

@@ -50,6 +50,7 @@ void select_tokens(const SelectCall& call, const at::Tensor& query, const at::Te
           .new_positions = tokens.positions.data(),
           .terms = {static_cast<A>(call.scale),
                     slopes.empty() ? nullptr : slopes.data() + head * group_size},
+          .row_factors = nullptr,
           .scratch = nullptr,
           .column_sums = nullptr,
           .output = {},

@@ -1,5 +1,9 @@
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/pow.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -13,6 +17,7 @@
 #include "h2o/ops/cuda/tensors.h"
 #include "h2o/ops/registration.h"
 #include "h2o/ops/rolling.h"
+#include "h2o/ops/sparse_reading.h"
 
 namespace h2o {
 namespace cuda {
@@ -23,7 +28,7 @@ constexpr const char* kOp = "h2o_attention_decode";
 // The call's tensors as kernels can read them.
 struct Inputs {
   at::Tensor query, k_new, v_new, position_new;
-  std::optional<at::Tensor> alibi_slopes, row_budget;
+  std::optional<at::Tensor> alibi_slopes, row_budget, score_new;
   Sizes sizes;
 
   explicit Inputs(const DecodeCall& call) {
@@ -34,6 +39,7 @@ struct Inputs {
     position_new = call.readable(call.position_new);
     if (call.alibi_slopes) alibi_slopes = call.readable(*call.alibi_slopes);
     if (call.row_budget) row_budget = call.readable(*call.row_budget);
+    if (call.score_new) score_new = call.readable(*call.score_new);
     sizes.batch = cache.batch();
     sizes.num_kv_heads = cache.num_kv_heads();
     check_candidates(kOp, "num_q_heads / num_kv_heads", query.size(1) / sizes.num_kv_heads);
@@ -104,6 +110,8 @@ DecodeStep<T> decode_step(const DecodeCall& call, const Inputs& inputs, const at
   step.budget = budgets(call.budget, inputs.row_budget);
   step.gqa_reduce = call.gqa_reduce;
   step.terms = logit_terms<Accumulator<T>>(call.scale, inputs.alibi_slopes);
+  step.scoring = {call.scoring};
+  if (inputs.score_new) step.score_new = read<Accumulator<T>>(*inputs.score_new);
   step.aligned = is_aligned(call.cache.k_cache) && is_aligned(call.cache.v_cache);
   step.output = written<T>(output);
   step.output_dim_stride = output.stride(3);
@@ -113,6 +121,18 @@ DecodeStep<T> decode_step(const DecodeCall& call, const Inputs& inputs, const at
     step.v_evicted = written<T>(*call.v_evicted);
   }
   return step;
+}
+
+// What the weights of a chunk's queries count for, by how many come after; undefined where that is
+// 1.
+at::Tensor row_factors(const DecodeCall& call, int64_t chunk_size) {
+  const Scoring& scoring = call.scoring;
+  const bool decays = scoring.rule == ScoreRule::kDecay && scoring.decay != 1;
+  if (!decays && scoring.num_queries == 0) return {};
+  const at::Tensor after = at::arange(chunk_size, call.cache.scores.options());
+  at::Tensor factors = decays ? at::pow(scoring.decay, after) : at::ones_like(after);
+  if (scoring.num_queries > 0) factors.masked_fill_(after.ge(scoring.num_queries), 0);
+  return factors;
 }
 
 // Several tokens join together: three launches for each chunk of the longest row that there could
@@ -153,6 +173,10 @@ void decode_chunks(const DecodeCall& call, const Inputs& inputs, const at::Tenso
   attention.tokens = {listed.mutable_data_ptr<int32_t>(), sizes.num_new};
   attention.gqa_reduce = call.gqa_reduce;
   attention.terms = logit_terms<A>(call.scale, inputs.alibi_slopes);
+  attention.scoring = {call.scoring};
+  if (inputs.score_new) attention.score_new = read<A>(*inputs.score_new);
+  const at::Tensor factors = row_factors(call, chunk_size);
+  if (factors.defined()) attention.row_factors = factors.const_data_ptr<A>();
   attention.maximum = statistics.mutable_data_ptr<A>();
   attention.sum = attention.maximum + statistics.numel() / 2;
   attention.output = written<T>(output);
@@ -167,6 +191,7 @@ void decode_chunks(const DecodeCall& call, const Inputs& inputs, const at::Tenso
   selection.new_scores = read<A>(new_scores);
   selection.tokens = attention.tokens;
   selection.budget = budgets(call.budget, inputs.row_budget);
+  selection.scoring = attention.scoring;
   selection.work = work.mutable_data_ptr<int32_t>();
   if (sorted.defined()) selection.sorted = static_cast<Candidate<A>*>(sorted.mutable_data_ptr());
   selection.evicted = evicted.mutable_data_ptr<int32_t>();
@@ -176,16 +201,35 @@ void decode_chunks(const DecodeCall& call, const Inputs& inputs, const at::Tenso
     selection.v_evicted = written<T>(*call.v_evicted);
   }
 
+  ScorePool<A> pool = {};
+  pool.batch = sizes.batch;
+  pool.num_kv_heads = sizes.num_kv_heads;
+  pool.num_new = sizes.num_new;
+  at::Tensor pooled;
+  if (call.scoring.pool > 1) {
+    pooled = at::empty_like(new_scores);
+    pool.pool = static_cast<int32_t>(std::min<int64_t>(call.scoring.pool, INT32_MAX));
+    pool.tokens = attention.tokens;
+    pool.budget = selection.budget;
+    pool.scores = attention.new_scores;
+    pool.pooled = pooled.mutable_data_ptr<A>();
+    selection.new_scores = read<A>(pooled);
+  }
+
   const auto stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(
       launch_list_tokens(indices(inputs.position_new), sizes.batch, attention.tokens, stream));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   for (int64_t first = 0; first < sizes.num_new; first += chunk_size) {
-    attention.chunk = selection.chunk = {static_cast<int32_t>(first), chunk_size};
+    attention.chunk = selection.chunk = pool.chunk = {static_cast<int32_t>(first), chunk_size};
     C10_CUDA_CHECK(launch_chunk_attention(attention, stream));
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     C10_CUDA_CHECK(launch_chunk_scores(attention, stream));
     C10_CUDA_KERNEL_LAUNCH_CHECK();
+    if (pooled.defined()) {
+      C10_CUDA_CHECK(launch_score_pool(pool, stream));
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    }
     C10_CUDA_CHECK(launch_selection(selection, stream));
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
@@ -198,6 +242,7 @@ DecodeOutputs attention_decode(const DecodeCall& call) {
     return decode_rolling(call, {attention_decode, rank_by_sorting, rotate, /*on_host=*/false});
   const c10::cuda::OptionalCUDAGuard guard(call.query.device());
   check_candidates(kOp, "capacity + num_new", call.cache.capacity() + call.k_new.size(2));
+  if (reads_sparsely(call)) return decode_sparsely(call, evict);
   const Inputs inputs(call);
   const Sizes& sizes = inputs.sizes;
   const at::Tensor output = empty_output(call.query);

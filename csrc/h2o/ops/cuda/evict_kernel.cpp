@@ -51,7 +51,9 @@ at::Tensor evict(const EvictCall& call) {
     selection.position_new = indices(position_new);
     selection.chunk = {0, selection.sizes.num_new};
     selection.budget = budgets(call.budget, row_budget);
+    selection.scoring = {call.scoring};
     selection.to_budget = true;
+    selection.one_for_one = call.one_for_one;
     selection.work = work.mutable_data_ptr<int32_t>();
     selection.evicted = evicted.mutable_data_ptr<int32_t>();
     selection.evicted_width = width;

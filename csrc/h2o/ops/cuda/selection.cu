@@ -31,6 +31,8 @@ template cudaError_t launch_selection<double>(const Selection<double>&, cudaStre
 template cudaError_t launch_selection<float>(const Selection<float>&, cudaStream_t);
 template cudaError_t launch_selection<c10::Half>(const Selection<c10::Half>&, cudaStream_t);
 template cudaError_t launch_selection<c10::BFloat16>(const Selection<c10::BFloat16>&, cudaStream_t);
+template cudaError_t launch_score_pool<double>(const ScorePool<double>&, cudaStream_t);
+template cudaError_t launch_score_pool<float>(const ScorePool<float>&, cudaStream_t);
 template cudaError_t launch_prompt_selection<double>(const PromptSelection<double>&, cudaStream_t);
 template cudaError_t launch_prompt_selection<float>(const PromptSelection<float>&, cudaStream_t);
 

@@ -127,7 +127,7 @@ class FlexGen(CachingMode):
             victim = acc[:, :k].argmin(-1, keepdim=True)  # The first of equals.
             oldest = k + (row - prompt_len) % (k - 1)
             for each in (slots, acc):
-                each.scatter_(-1, victim, each[:, oldest : oldest + 1])
+                each.scatter_(-1, victim, each[:, oldest : oldest + 1].clone())
                 each[:, oldest] = each[:, -1]
             self._note(trace, row, slots, acc)
         return trace

@@ -72,22 +72,24 @@ class UtilsHH(MaskingMode):
             kept=torch.zeros_like(logits, dtype=torch.bool),
         )
         mask = self.begin()
+        allowed: Tensor | None = None
         for start, stop in [(0, prompt_len), *((t, t + 1) for t in range(prompt_len, seq_len))]:
             rows, columns = slice(start, stop), slice(0, stop)
-            visible = causal(stop - start, stop, logits.device)
-            if mask.next_mask is not None:
-                allowed = mask.next_mask[:, None]
-                visible = torch.where(allowed.any(-1, keepdim=True), allowed, visible)
+            visible = (
+                causal(stop - start, stop, logits.device) if allowed is None else allowed[:, None]
+            )
             weights = mask.attend(logits[:, rows, columns])
+            assert mask.scores is not None
+            assert mask.next_mask is not None
+            # A row that may attend nothing spreads over everything.
+            allowed = mask.next_mask | ~mask.next_mask.any(-1, keepdim=True)
             trace.attended[:, rows, columns] = visible
             trace.weights[:, rows, columns] = weights
             if start == 0:
                 trace.scores[:, rows, columns] = weights.cumsum(1)
                 trace.kept[:, rows, columns] = visible
-            assert mask.scores is not None
-            assert mask.next_mask is not None
             trace.scores[:, stop - 1, columns] = mask.scores
-            trace.kept[:, stop - 1, columns] = mask.next_mask[:, :-1]
+            trace.kept[:, stop - 1, columns] = allowed[:, :-1]
         return trace
 
 

@@ -58,6 +58,16 @@ def dense_rows(head: Head, logits: Logits, rows: int) -> dict[int, float]:
     return scores
 
 
+def join(head: Head, scores: dict[int, float], t: int, weights: dict[int, float]) -> None:
+    """Row t attends: its token gets a score, and all grow. What it leaves is not known yet."""
+    scores[t] = 0.0
+    for i, weight in weights.items():
+        scores[i] += weight
+    head.weights.append(weights)
+    head.scores.append({})
+    head.kept.append(set())
+
+
 def drop(logits: Logits, prompt_len: int, num_heavy: int, num_recent: int) -> Head:
     """real_drop: what leaves is gone."""
     head = Head()
@@ -65,12 +75,7 @@ def drop(logits: Logits, prompt_len: int, num_heavy: int, num_recent: int) -> He
     for t in range(prompt_len - 1, len(logits)):
         if t >= prompt_len:
             weights = softmax(logits[t], [*scores, t])
-            scores[t] = 0.0
-            for i, weight in weights.items():
-                scores[i] += weight
-            head.weights.append(weights)
-            head.scores.append({})
-            head.kept.append(set())
+            join(head, scores, t, weights)
         if len(scores) > num_heavy + num_recent:
             recent = set(sorted(scores)[len(scores) - num_recent :])
             stay = best(scores, set(scores) - recent, num_heavy) | recent
@@ -117,12 +122,7 @@ def utils_hh(logits: Logits, prompt_len: int, num_heavy: int, num_recent: int) -
             weights = {i: 1 / (t + 1) for i in range(t + 1)}  # What hides everything hides nothing.
             if open_next:
                 weights = softmax(logits[t], open_next)
-            scores[t] = 0.0
-            for i, weight in weights.items():
-                scores[i] += weight
-            head.weights.append(weights)
-            head.scores.append({})
-            head.kept.append(set())
+            join(head, scores, t, weights)
         open_next = set(range(t + 2))
         if t + 1 > num_heavy + num_recent:
             recent = set(range(t + 2 - num_recent, t + 2))

@@ -337,7 +337,9 @@ def test_budgets_are_rounded_down_as_the_scripts_do() -> None:
     assert parity.FlexGen(0.29).counts(100) == (27, 28)
     assert parity.UtilsHH().counts(9) == (0, 0)
     assert parity.from_ratios("real_drop", 0.29, 0.1, 100) == parity.RealDrop(28, 10)
-    assert parity.from_ratios("fixed", 0.1, 0.2, 100) == parity.Fixed(10, 20)
+    assert parity.from_ratios("fixed", 0.29, 0.2, 100) == parity.Fixed(29, 20)
+    assert parity.from_ratios("fixed", 0.0, 0.1, 9) == parity.Fixed(0, 1)
+    assert parity.from_ratios("real_drop_rolling", 0.1, 0.2, 9) == parity.RealDropRolling(0, 1)
     assert parity.RealDrop() == parity.RealDrop(1024, 1024)
 
 
@@ -367,7 +369,15 @@ SQUARE = torch.zeros(2, 6, 6)
         (lambda: parity.Fixed(1, 1, prefill_chunk=0), "fixed: prefill_chunk must be >= 1, got 0"),
         (lambda: parity.UtilsHH(1.5, 0.1), r"utils_hh: heavy_ratio must be in 0\.\.1, got 1\.5"),
         (lambda: parity.LmEvalLocal(0.1, -0.1), r"lm_eval_local: recent_ratio must be in 0\.\.1"),
-        (lambda: parity.from_ratios("fixed", 2.0), r"fixed: heavy_ratio must be in 0\.\.1, got 2"),
+        (
+            lambda: parity.from_ratios("fixed", 2.0, 0, 9),
+            r"fixed: heavy_ratio must be in 0\.\.1, got 2",
+        ),
+        (
+            lambda: parity.from_ratios("fixed", 0, 0, 9),
+            "fixed: the budget must be >= 1 token, got 0",
+        ),
+        (lambda: parity.from_ratios("real_drop"), "real_drop: length must be >= 1, .* got 0"),
         (lambda: parity.FlexGen(math.nan), r"flexgen: hh_ratio must be in 0\.\.1, got nan"),
         (
             lambda: parity.from_ratios("flexgen", 0.1, 0.2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -292,6 +293,28 @@ def test_the_model_is_left_as_it_was() -> None:
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     assert not model._forward_hooks
     assert model.config._attn_implementation == "h2o"
+
+
+# ---- The documentation
+
+
+def test_the_example_of_the_documentation_runs() -> None:
+    text = (Path(__file__).parents[2] / "docs/parity.md").read_text(encoding="utf-8")
+    example = text.partition("```python\n")[2].partition("```")[0]
+    model, ids = model_of("llama_gqa", dtype=torch.float32), tokens(1, 80)
+    logits = torch.randn(2, 80, 80, dtype=torch.float64)
+    names: dict[str, Any] = {"model": model, "input_ids": ids, "logits": logits}
+    exec(example, names)
+    assert names["trace"].attended[:, 64:].sum(-1).tolist() == [[12] * 16] * 2
+    assert names["text"].shape[1] in range(65, 85)
+    assert int(names["options"][cache_kwarg(model)].tokens_kept()[0].max()) == 12
+    assert names["scored"].shape == (1, 80, model.config.vocab_size)
+
+
+def test_the_documentation_names_every_mode() -> None:
+    text = (Path(__file__).parents[2] / "docs/parity.md").read_text(encoding="utf-8")
+    for name, mode in parity.MODES.items():
+        assert f"| `{name}`, `{mode.__name__}(" in text
 
 
 # ---- Errors

@@ -104,8 +104,18 @@ class Fixed(CachingMode):
 
     @classmethod
     def from_ratios(cls, heavy_ratio: float, recent_ratio: float, length: int) -> Fixed:
-        """One-shot, without sinks; see `ParityMode.from_ratios`."""
-        return cls(*_parts(cls.name, heavy_ratio, recent_ratio, length))
+        """One-shot, without sinks, rounded as `EvictionPolicy` does; see `ParityMode.from_ratios`."""
+        _check_parts(cls.name, heavy_ratio, recent_ratio, length)
+        ratios = {"heavy": heavy_ratio, "recent": recent_ratio}
+        if not any(ratios.values()):
+            return cls(0, 0)
+        # A policy takes a ratio above 0, or a count.
+        options: dict[str, Any] = {
+            f"{what}_ratio" if ratio else f"num_{what}": ratio or 0
+            for what, ratio in ratios.items()
+        }
+        budget = EvictionPolicy(**options).resolve(length)
+        return cls(budget.num_heavy, budget.num_recent)
 
     def counts(self, length: int) -> Counts:
         """The budget without the sinks, whatever the length."""
@@ -158,8 +168,9 @@ class RealDrop(CachingMode):
 
     @classmethod
     def from_ratios(cls, heavy_ratio: float, recent_ratio: float, length: int) -> RealDrop:
-        """See `ParityMode.from_ratios`."""
-        return cls(*_parts(cls.name, heavy_ratio, recent_ratio, length))
+        """Rounded down, as the other scripts do; see `ParityMode.from_ratios`."""
+        _check_parts(cls.name, heavy_ratio, recent_ratio, length)
+        return cls(int(heavy_ratio * length), int(recent_ratio * length))
 
     def counts(self, length: int) -> Counts:
         """The budget, whatever the length."""
@@ -287,10 +298,13 @@ def _check_budget(name: str, num_heavy: int, num_recent: int, num_sink: int = 0)
         raise ValueError(f"{name}: the budget must be >= 1 token, got 0")
 
 
-def _parts(name: str, heavy_ratio: float, recent_ratio: float, length: int) -> tuple[int, int]:
-    for ratio, what in ((heavy_ratio, "heavy_ratio"), (recent_ratio, "recent_ratio")):
-        check_ratio(f"{name}: {what}", ratio)
-    return int(heavy_ratio * length), int(recent_ratio * length)
+def _check_parts(name: str, heavy_ratio: float, recent_ratio: float, length: int) -> None:
+    check_ratio(f"{name}: heavy_ratio", heavy_ratio)
+    check_ratio(f"{name}: recent_ratio", recent_ratio)
+    if length < 1:
+        raise ValueError(
+            f"{name}: length must be >= 1, of which the ratios are taken, got {length}"
+        )
 
 
 def _steps(seq_len: int, prompt_len: int, chunk: int) -> list[tuple[int, int]]:

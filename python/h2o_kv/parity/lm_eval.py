@@ -10,13 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from h2o_kv.parity.masking import LayerMask, MaskingMode
+from h2o_kv.parity.masking import LayerMask, RatioMode
 from h2o_kv.parity.mode import (
-    Counts,
     ParityTrace,
     attention_weights,
     causal,
-    check_ratio,
     check_replay,
     highest,
 )
@@ -25,7 +23,7 @@ __all__ = ["LmEvalLocal", "LmEvalMode", "LmEvalOracle"]
 
 
 @dataclass(frozen=True)
-class LmEvalMode(MaskingMode):
+class LmEvalMode(RatioMode):
     """A mask over a whole example, from its attention without eviction.
 
     The budgets are parts of the example: prompt and continuation.
@@ -36,22 +34,6 @@ class LmEvalMode(MaskingMode):
         As the flags of `run_lm_eval_harness.py`, whose scripts pass 0.1 and 0.1 (H2O) or 0 and 0.2
         (local).
     """
-
-    heavy_ratio: float = 0.1
-    recent_ratio: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_ratio(f"{self.name}: heavy_ratio", self.heavy_ratio)
-        check_ratio(f"{self.name}: recent_ratio", self.recent_ratio)
-
-    @classmethod
-    def from_ratios(cls, heavy_ratio: float, recent_ratio: float, length: int) -> LmEvalMode:
-        """See `ParityMode.from_ratios`."""
-        return cls(heavy_ratio, recent_ratio)
-
-    def counts(self, length: int) -> Counts:
-        """Both rounded down, as Python's int does it: 0.29 of 100 is 28."""
-        return Counts(int(self.heavy_ratio * length), int(self.recent_ratio * length))
 
     @abstractmethod
     def heavy_hitters(self, full: Tensor, num_heavy: int) -> tuple[Tensor, Tensor]:

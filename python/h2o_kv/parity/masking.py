@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +20,16 @@ from transformers.masking_utils import sdpa_mask
 from h2o_kv.hf.attention import refuse_unknown
 from h2o_kv.hf.settings import ALIBI_MODELS
 from h2o_kv.parity.caching import attention_implementation
-from h2o_kv.parity.mode import ParityMode, causal
+from h2o_kv.parity.mode import Counts, ParityMode, causal, check_ratio
 
-__all__ = ["PARITY_ATTENTION", "LayerMask", "MaskingMode", "parity_attention_forward", "register"]
+__all__ = [
+    "PARITY_ATTENTION",
+    "LayerMask",
+    "MaskingMode",
+    "RatioMode",
+    "parity_attention_forward",
+    "register",
+]
 
 PARITY_ATTENTION = "h2o_parity"
 """Name under which transformers knows the attention function."""
@@ -108,6 +116,33 @@ class MaskingMode(ParityMode):
         with self.running(model, prompt_len):
             logits: Tensor = model(input_ids, use_cache=False).logits
         return logits
+
+
+@dataclass(frozen=True)
+class RatioMode(MaskingMode):
+    """A mode that masks by parts of a length.
+
+    Attributes
+    ----------
+    heavy_ratio, recent_ratio : float
+        As the flags of its script.
+    """
+
+    heavy_ratio: float = 0.1
+    recent_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_ratio(f"{self.name}: heavy_ratio", self.heavy_ratio)
+        check_ratio(f"{self.name}: recent_ratio", self.recent_ratio)
+
+    @classmethod
+    def from_ratios(cls, heavy_ratio: float, recent_ratio: float, length: int) -> ParityMode:
+        """See `ParityMode.from_ratios`."""
+        return cls(heavy_ratio, recent_ratio)
+
+    def counts(self, length: int) -> Counts:
+        """Both rounded down, as Python's int does it: 0.29 of 100 is 28."""
+        return Counts(int(self.heavy_ratio * length), int(self.recent_ratio * length))
 
 
 class _Run:

@@ -8,13 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from h2o_kv.parity.masking import LayerMask, MaskingMode
+from h2o_kv.parity.masking import LayerMask, RatioMode
 from h2o_kv.parity.mode import (
     Counts,
     ParityTrace,
     attention_weights,
     causal,
-    check_ratio,
     check_replay,
     highest,
 )
@@ -23,7 +22,7 @@ __all__ = ["UtilsHH", "UtilsHHMask"]
 
 
 @dataclass(frozen=True)
-class UtilsHH(MaskingMode):
+class UtilsHH(RatioMode):
     """`utils_hh`: each forward makes the mask of the next one.
 
     The budgets are parts of the prompt, which attends in full. A later token attends num_heavy +
@@ -40,22 +39,6 @@ class UtilsHH(MaskingMode):
 
     name: ClassVar[str] = "utils_hh"
     source: ClassVar[str] = "h2o_hf/utils_hh/modify_llama.py, modify_opt.py, modify_gptneox.py"
-
-    heavy_ratio: float = 0.1
-    recent_ratio: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_ratio(f"{self.name}: heavy_ratio", self.heavy_ratio)
-        check_ratio(f"{self.name}: recent_ratio", self.recent_ratio)
-
-    @classmethod
-    def from_ratios(cls, heavy_ratio: float, recent_ratio: float, length: int) -> UtilsHH:
-        """See `ParityMode.from_ratios`."""
-        return cls(heavy_ratio, recent_ratio)
-
-    def counts(self, length: int) -> Counts:
-        """Both rounded down, as Python's int does it: 0.29 of 100 is 28."""
-        return Counts(int(self.heavy_ratio * length), int(self.recent_ratio * length))
 
     def begin(self, prompt_len: int | None = None) -> UtilsHHMask:
         """See `MaskingMode.begin`."""

@@ -114,7 +114,7 @@ class FlexGen(CachingMode):
             slots=torch.full((score_heads, seq_len, 2 * k - 1), -1, device=logits.device),
         )
         slots, acc = self._prefill(trace, logits[:, :prompt_len, :prompt_len], k, num_pads)
-        self._note(trace, prompt_len - 1, slots, acc)
+        _note(trace, prompt_len - 1, slots, acc)
         for row in range(prompt_len, seq_len):
             slots[:, -1] = row
             by_head = slots.repeat_interleave(group_size, 0)
@@ -129,7 +129,7 @@ class FlexGen(CachingMode):
             for each in (slots, acc):
                 each.scatter_(-1, victim, each[:, oldest : oldest + 1].clone())
                 each[:, oldest] = each[:, -1]
-            self._note(trace, row, slots, acc)
+            _note(trace, row, slots, acc)
         return trace
 
     def _prefill(
@@ -139,7 +139,6 @@ class FlexGen(CachingMode):
         prompt_len = logits.shape[1]
         score_heads = trace.scores.shape[0]
         visible = causal(prompt_len, prompt_len, logits.device)
-        visible = visible.clone()
         visible[:, :num_pads] = False  # A pad's row has nothing left, and spreads evenly.
         weights = attention_weights(logits, visible)
         rows = slice(0, prompt_len)
@@ -157,15 +156,6 @@ class FlexGen(CachingMode):
         slots = torch.cat([heavy, ring], -1)
         acc = torch.nn.functional.pad(score, (0, 1)).gather(-1, slots)
         return slots, acc
-
-    def _note(self, trace: ParityTrace, row: int, slots: Tensor, acc: Tensor) -> None:
-        assert trace.slots is not None
-        held = slots[:, :-1]
-        trace.slots[:, row] = held
-        trace.scores[:, row] = 0
-        trace.scores[:, row].scatter_(-1, held, acc[:, :-1])
-        trace.kept[:, row] = False
-        trace.kept[:, row].scatter_(-1, held, True)
 
     def cache(self, model: Any, prompt_len: int | None = None) -> H2OCache:
         """See `CachingMode.cache`; as the prefill needs it, so `running` turns k, k - 1 round after it.
@@ -207,3 +197,14 @@ class FlexGen(CachingMode):
                 yield options
             finally:
                 hook.remove()
+
+
+def _note(trace: ParityTrace, row: int, slots: Tensor, acc: Tensor) -> None:
+    """Write what the slots hold after a row, the new token's apart."""
+    assert trace.slots is not None
+    held = slots[:, :-1]
+    trace.slots[:, row] = held
+    trace.scores[:, row] = 0
+    trace.scores[:, row].scatter_(-1, held, acc[:, :-1])
+    trace.kept[:, row] = False
+    trace.kept[:, row].scatter_(-1, held, True)

@@ -19,7 +19,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from h2o_kv.hf.layer import LAYER_ATTRIBUTE, H2OLayer
 from h2o_kv.hf.settings import ALIBI_MODELS, ATTENTION_NAME
 
-__all__ = ["cache_kwarg", "h2o_attention_forward", "h2o_mask", "register"]
+__all__ = ["cache_kwarg", "h2o_attention_forward", "h2o_mask", "refuse_unknown", "register"]
 
 # Arguments of other attention functions that change the result and that neither the operator nor
 # sdpa_attention_forward of every release takes. None means "not used".
@@ -245,7 +245,7 @@ def _plain_attention(
     """Run transformers' sdpa attention on a mask of `h2o_mask`."""
     for name in _CHANGES_RESULT & kwargs.keys():
         if kwargs[name] is not None:
-            _check_known_to_sdpa(name, kwargs[name])
+            refuse_unknown(name, kwargs[name], ATTENTION_NAME)
     num_new, num_keys = query.shape[2], key.shape[2]
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
@@ -305,7 +305,7 @@ def _check_continues(
 
 def _check_argument(name: str, argument: Any, tokens: int) -> None:
     """Refuse an argument that changes the result, or may; `tokens` counts this forward's too."""
-    _check_known_to_sdpa(name, argument)
+    refuse_unknown(name, argument, ATTENTION_NAME)
     if name == "is_causal" and not argument:
         raise NotImplementedError("H2OCache: attention must be causal, got is_causal=False")
     if name == "output_attentions" and argument:
@@ -330,10 +330,11 @@ def _check_argument(name: str, argument: Any, tokens: int) -> None:
         )
 
 
-def _check_known_to_sdpa(name: str, argument: Any) -> None:
+def refuse_unknown(name: str, argument: Any, implementation: str) -> None:
+    """Refuse an argument that changes the result of other attention functions than `implementation`."""
     if name in _CHANGES_RESULT:
         raise NotImplementedError(
-            f'attn_implementation="{ATTENTION_NAME}" does not support {name}, got '
+            f'attn_implementation="{implementation}" does not support {name}, got '
             f"{_describe(argument)}"
         )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from h2o_kv._C import Budget, EvictionPolicy
 from h2o_kv.hf.memory import LayerMemory
 
-__all__ = ["BudgetEvent", "MovableBudget", "requested_budgets"]
+__all__ = ["BudgetEvent", "MovableBudget", "given_policies", "requested_budgets"]
 
 _LOGGER = logging.getLogger(__name__)
 # The one overload, found once.
@@ -72,6 +72,56 @@ def _summary(budgets: Sequence[Budget]) -> str:
     """As short as it can be said."""
     alike = len(set(budgets)) == 1
     return repr(budgets[0]) if alike else repr(list(budgets))
+
+
+def given_policies(policy: Any) -> tuple[EvictionPolicy, tuple[EvictionPolicy, ...] | None]:
+    """The policy of a cache, and those of its rows where each has its own.
+
+    Parameters
+    ----------
+    policy : EvictionPolicy, or a sequence of them with one a row
+        As H2OCache is given it.
+
+    Returns
+    -------
+    policy : EvictionPolicy
+        The one that is given, or the one with the most slots.
+    row_policies : tuple of EvictionPolicy or None
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is no policy, or policies of rows differ in more than their counts.
+    """
+    if isinstance(policy, EvictionPolicy):
+        return policy, None
+    if not isinstance(policy, Sequence) or isinstance(policy, str):
+        raise TypeError(
+            "H2OCache: policy must be an EvictionPolicy, or a sequence with one a row, got "
+            f"{policy!r}"
+        )
+    policies = tuple(policy)
+    if not policies:
+        raise ValueError("H2OCache: policy must have one entry a row, got none")
+    for row, one in enumerate(policies):
+        if not isinstance(one, EvictionPolicy):
+            raise TypeError(f"H2OCache: policy of row {row} must be an EvictionPolicy, got {one!r}")
+        if one.has_ratio:
+            raise ValueError(
+                f"H2OCache: policy of row {row} must be of counts where rows have policies of their "
+                f"own, got {one!r}"
+            )
+        if _rule(one) != _rule(policies[0]):
+            raise ValueError(
+                "H2OCache: policies of rows must be alike but for their counts, got "
+                f"{policies[0]!r} and {one!r}"
+            )
+    return max(policies, key=lambda one: one.budget().total), policies
+
+
+def _rule(policy: EvictionPolicy) -> tuple[Any, ...]:
+    """All of a policy but its counts, which come first in its state."""
+    return policy.__getstate__()[3:]
 
 
 def requested_budgets(

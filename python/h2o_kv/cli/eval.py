@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,6 @@ from h2o_kv.eval import (
     EvalError,
     Plan,
     TaskSpec,
-    make_task,
     markdown,
     plot,
     read_results,
@@ -179,7 +177,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     return Plan(
-        tasks=tuple(_distinct(specs)),
+        tasks=tuple(specs),
         settings=tuple(settings(args.policies, budgets, args.prefill)),
         model=args.model,
         dtype=args.dtype,
@@ -187,14 +185,6 @@ def make_plan(args: argparse.Namespace) -> Plan:
         limit=_QUICK_LIMIT if args.quick and args.limit is None else args.limit,
         threads=args.threads,
     )
-
-
-def _distinct(specs: Sequence[TaskSpec]) -> list[TaskSpec]:
-    """Those that differ in something that their task looks at."""
-    found: dict[str, TaskSpec] = {}
-    for spec in specs:
-        found.setdefault(f"{spec.name} {sorted(make_task(spec).options.items())}", spec)
-    return list(found.values())
 
 
 def _names(text: str) -> tuple[str, ...]:

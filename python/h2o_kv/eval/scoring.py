@@ -19,7 +19,15 @@ from h2o_kv.eval.caches import CacheUse, Setting, attention_for, left_padded
 from h2o_kv.eval.data import EvalError
 from h2o_kv.hf import H2OCache, cache_kwarg
 
-__all__ = ["Request", "Score", "continuation_logits", "encode_pair", "score", "token_log_probs"]
+__all__ = [
+    "Request",
+    "Rows",
+    "Score",
+    "continuation_logits",
+    "encode_pair",
+    "score",
+    "token_log_probs",
+]
 
 BATCH_TOKENS = 2048
 """Tokens of a batch, padding included, unless said otherwise."""
@@ -195,7 +203,7 @@ def _at_once(
         policies = setting.policies(request.num_tokens for request in requests)
         cache = H2OCache(model, policies, prefill="streaming", prefill_chunk=1)
     keep = max(len(request.continuation) for request in requests)
-    logits = _Rows(model, cache).forward(rows, keep)
+    logits = Rows(model, cache).forward(rows, keep)
     if cache is None:
         return logits, [CacheUse(len(row), len(row), 0) for row in rows]
     return logits, CacheUse.of(cache)
@@ -214,7 +222,7 @@ def _one_shot(
         # A recorded forward past the prompt is a step for each of its tokens.
         max_rollback=max(1, longest),
     )
-    rows = _Rows(model, cache)
+    rows = Rows(model, cache)
     logits = rows.forward([request.context for request in requests], 1)
     if longest == 0:
         return logits, CacheUse.of(cache)
@@ -226,12 +234,20 @@ def _one_shot(
     return whole, CacheUse.of(cache)
 
 
-class _Rows:
-    """A batch of sequences that come in one or more forwards, each left-padded."""
+class Rows:
+    """A batch of sequences that come in one or more forwards, each left-padded.
 
-    def __init__(self, model: Any, cache: H2OCache | None) -> None:
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    cache : H2OCache, DynamicCache or None
+    mask : Tensor, int64, [batch, columns], optional
+        1 = real, of what the cache has seen.
+    """
+
+    def __init__(self, model: Any, cache: Any, mask: Tensor | None = None) -> None:
         self._model, self._cache = model, cache
-        self._mask: Tensor | None = None
+        self._mask = mask
         self._accepts = inspect.signature(model.forward).parameters
 
     def forward(self, rows: Sequence[Sequence[int]], keep: int) -> Tensor:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from h2o_kv.eval.data import EvalError, Row
 from h2o_kv.eval.intervals import RESAMPLES, Interval, bootstrap, wilson
+from h2o_kv.eval.text_metrics import self_bleu
 from h2o_kv.policies import POLICIES
 
 __all__ = ["Group", "Point", "markdown", "plot", "summarise"]
 
 # Metrics that are 0 or 1 of each example, so that their mean is a proportion.
 _PROPORTIONS = frozenset({"acc", "acc_norm", "exact", "first"})
+# Metrics that are of a setting and the full cache already.
+_OF_BOTH = frozenset({"kl", "agreement"})
 _FULL = "full"
 
 
@@ -121,8 +124,12 @@ def _point(
             for index, row in rows.items()
             if index in full
         ]
-        if pairs and prefill != _FULL:
+        if pairs and prefill != _FULL and name not in _OF_BOTH:
             differences[name] = bootstrap(pairs)
+    answers = [row["texts"][-1] for row in rows.values() if "texts" in row]
+    if "distinct_2" in metrics and len(answers) > 1:
+        # Of all texts together, so that none can be left out or drawn twice for an interval.
+        metrics["self_bleu"] = Interval(self_bleu(answers), math.nan, math.nan)
     texts = [
         (seen, kept)
         for row in rows.values()
@@ -153,12 +160,13 @@ def markdown(groups: Sequence[Group]) -> str:
     for group in groups:
         names = list(group.points[0].metrics)
         head = ["policy", "budget", "prefill", "examples", "seen", "kept", "not evicted"]
+        compared = {name for point in group.points for name in point.differences}
         for name in names:
-            head += [name, f"{name} - full"]
+            head += [name, f"{name} - full"] if name in compared else [name]
         if "nll" in names:
             head.append("perplexity")
         lines = [head, ["---"] * 3 + ["---:"] * (len(head) - 3)]
-        lines += [_cells(point, names) for point in group.points]
+        lines += [_cells(point, names, compared) for point in group.points]
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
         parts.append(
             f"## {group.title}\n\n{group.model}, {group.dtype}; prompts: {group.prompt_format}; "
@@ -173,15 +181,16 @@ def markdown(groups: Sequence[Group]) -> str:
     return "\n".join(parts)
 
 
-def _cells(point: Point, names: Sequence[str]) -> list[str]:
+def _cells(point: Point, names: Sequence[str], compared: Container[str]) -> list[str]:
     full = point.prefill == _FULL
     cells = [point.policy, "all" if full else f"{point.ratio:.0%}", "" if full else point.prefill]
     cells += [f"{point.examples}", f"{point.seen:.1f}", f"{point.kept:.1f}"]
     cells.append("" if full else f"{point.nothing_evicted}")
     for name in names:
         cells.append(_shown(point.metrics[name]))
-        difference = point.differences.get(name)
-        cells.append("" if difference is None else _shown(difference, "+"))
+        if name in compared:
+            difference = point.differences.get(name)
+            cells.append("" if difference is None else _shown(difference, "+"))
     if "nll" in names:
         cells.append(_shown(Interval(*(math.exp(end) for end in point.metrics["nll"]))))
     return cells
@@ -189,7 +198,7 @@ def _cells(point: Point, names: Sequence[str]) -> list[str]:
 
 def _shown(interval: Interval, sign: str = "") -> str:
     mean, low, high = (f"{value:{sign}.3f}" for value in interval)
-    return f"{mean} [{low}, {high}]"
+    return mean if math.isnan(interval.low) else f"{mean} [{low}, {high}]"
 
 
 def plot(groups: Sequence[Group], file: Path) -> None:

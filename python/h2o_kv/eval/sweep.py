@@ -16,7 +16,7 @@ from h2o_kv.eval.caches import Setting
 from h2o_kv.eval.registry import make_task
 from h2o_kv.eval.results import ResultFile, key_of
 from h2o_kv.eval.tasks import Task, TaskSpec
-from h2o_kv.models import EMBEDDED_MODEL, load_model
+from h2o_kv.models import EMBEDDED_MODEL, load_model, load_tokenizer
 
 __all__ = ["Plan", "run_sweep"]
 
@@ -100,7 +100,9 @@ def run_sweep(
     ModelLoadError
         The model cannot be loaded.
     """
-    tasks = {spec: make_task(spec) for spec in plan.tasks}
+    if tokenizer is None:
+        tokenizer = load_tokenizer(plan.model)
+    tasks = _tasks(plan, tokenizer)
     with ResultFile(file) as results:
         before = len(results.finished)
         jobs = list(_jobs(plan, tasks, results.finished))
@@ -110,12 +112,21 @@ def run_sweep(
         if processes > 1 and len(jobs) > 1:
             batches = _in_processes(plan, jobs, processes)
         else:
-            batches = _in_this_process(plan, tasks, jobs, model, tokenizer)
+            batches = _in_this_process(plan, tasks, jobs, model)
         for text, rows in batches:
             results.append(rows)
             done += len(rows)
             progress(text, done, total)
         return len(results.finished) - before
+
+
+def _tasks(plan: Plan, tokenizer: Any) -> dict[TaskSpec, Task]:
+    """Those that differ in something that matters to them."""
+    found: dict[str, tuple[TaskSpec, Task]] = {}
+    for spec in plan.tasks:
+        task = make_task(spec, tokenizer)
+        found.setdefault(f"{task.name} {sorted(task.options.items())}", (spec, task))
+    return dict(found.values())
 
 
 def _jobs(plan: Plan, tasks: dict[TaskSpec, Task], finished: set[str]) -> Iterator[_Job]:
@@ -151,10 +162,8 @@ def _names(plan: Plan, task: Task, setting: Setting, index: int) -> dict[str, An
     }
 
 
-def _lines(
-    plan: Plan, task: Task, job: _Job, model: Any, tokenizer: Any
-) -> Iterator[dict[str, Any]]:
-    for index, setting, fields in task.run(model, tokenizer, job.indices, job.settings):
+def _lines(plan: Plan, task: Task, job: _Job, model: Any) -> Iterator[dict[str, Any]]:
+    for index, setting, fields in task.run(model, job.indices, job.settings):
         yield {
             **_names(plan, task, setting, index),
             "prompt_format": task.prompt_format,
@@ -164,12 +173,12 @@ def _lines(
 
 
 def _in_this_process(
-    plan: Plan, tasks: dict[TaskSpec, Task], jobs: Sequence[_Job], model: Any, tokenizer: Any
+    plan: Plan, tasks: dict[TaskSpec, Task], jobs: Sequence[_Job], model: Any
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     if jobs and model is None:
-        model, tokenizer = _load(plan)
+        model, _ = _load(plan)
     for job in jobs:
-        for line in _lines(plan, tasks[job.spec], job, model, tokenizer):
+        for line in _lines(plan, tasks[job.spec], job, model):
             yield job.spec.name, [line]
 
 
@@ -196,13 +205,13 @@ _worker: dict[str, Any] = {}
 
 def _begin(plan: Plan) -> None:
     _worker["plan"] = plan
-    _worker["tasks"] = {spec: make_task(spec) for spec in plan.tasks}
-    _worker["model"], _worker["tokenizer"] = _load(plan)
+    _worker["model"], tokenizer = _load(plan)
+    _worker["tasks"] = _tasks(plan, tokenizer)
 
 
 def _work(job: _Job) -> list[dict[str, Any]]:
     task = _worker["tasks"][job.spec]
-    return list(_lines(_worker["plan"], task, job, _worker["model"], _worker["tokenizer"]))
+    return list(_lines(_worker["plan"], task, job, _worker["model"]))
 
 
 def _load(plan: Plan) -> tuple[Any, Any]:

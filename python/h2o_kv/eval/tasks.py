@@ -1,7 +1,7 @@
 """What the tasks of an evaluation have in common, and the multiple-choice ones.
 
-A task knows its examples by their index, and runs some of them under some settings. What it yields
-becomes a line of results (sweep.py).
+A task is made of a `TaskSpec` and a tokenizer. It knows its examples by their index, and runs some of
+them under some settings; what it yields becomes a line of results (sweep.py).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Task(Protocol):
         ...
 
     def run(
-        self, model: Any, tokenizer: Any, indices: Sequence[int], settings: Sequence[Setting]
+        self, model: Any, indices: Sequence[int], settings: Sequence[Setting]
     ) -> Iterator[Result]:
         """Run each of these examples under each of these settings, in any order."""
         ...
@@ -101,8 +101,9 @@ class ChoiceTask:
 
     prompt_format = "lm-evaluation-harness 0.3"
 
-    def __init__(self, spec: TaskSpec) -> None:
+    def __init__(self, spec: TaskSpec, tokenizer: Any) -> None:
         self.name = spec.name
+        self._tokenizer = tokenizer
         self._examples = ChoiceData(spec.name, spec.folder, shots=spec.shots, seed=spec.seed)
         self.options = {"shots": spec.shots, "seed": spec.seed}
         self.data = self._examples.fingerprint
@@ -112,12 +113,12 @@ class ChoiceTask:
         return len(self._examples)
 
     def run(
-        self, model: Any, tokenizer: Any, indices: Sequence[int], settings: Sequence[Setting]
+        self, model: Any, indices: Sequence[int], settings: Sequence[Setting]
     ) -> Iterator[Result]:
         """Score all choices of these examples in batches, one setting after the other."""
         examples = [self._examples[index] for index in indices]
         requests: list[Request] = [
-            encode_pair(tokenizer, *pair) for example in examples for pair in example.pairs
+            encode_pair(self._tokenizer, *pair) for example in examples for pair in example.pairs
         ]
         for setting in settings:
             scores = score(model, requests, setting, batch_tokens=self._batch_tokens)

@@ -19,7 +19,15 @@ from h2o_kv.eval.data import EvalError
 from h2o_kv.generation import token_ids
 from h2o_kv.hf import H2OCache, cache_kwarg
 
-__all__ = ["Conversation", "end_tokens"]
+__all__ = ["Conversation", "end_tokens", "policy_cache"]
+
+
+def policy_cache(model: Any, num_tokens: Sequence[int], setting: Setting) -> Any:
+    """An empty cache for rows whose budgets are parts of so many tokens."""
+    if not setting.evicts:
+        return DynamicCache()
+    prefill = "streaming" if setting.prefill == "streamed" else "one_shot"
+    return H2OCache(model, setting.policies(num_tokens), prefill=prefill, prefill_chunk=1)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -90,11 +98,7 @@ class Conversation:
         self._ids = torch.empty(len(prompts), 0, dtype=torch.long, device=device)
         self._mask = torch.empty(len(prompts), 0, dtype=torch.long, device=device)
         self._add(prompts)
-        self.cache: Any = DynamicCache()
-        if setting.evicts:
-            prefill = "streaming" if setting.prefill == "streamed" else "one_shot"
-            policies = setting.policies(num_tokens)
-            self.cache = H2OCache(model, policies, prefill=prefill, prefill_chunk=1)
+        self.cache = policy_cache(model, num_tokens, setting)
 
     @classmethod
     def after(

@@ -26,6 +26,7 @@ __all__ = [
     "continuation_logits",
     "encode_pair",
     "score",
+    "scores",
     "token_log_probs",
 ]
 
@@ -117,15 +118,21 @@ def score(
     EvalError
         A request is longer than the model's context.
     """
-    scores: dict[int, Score] = {}
+    found = dict(scores(model, requests, setting, batch_tokens=batch_tokens))
+    return [found[index] for index in range(len(requests))]
+
+
+def scores(
+    model: Any, requests: Sequence[Request], setting: Setting, *, batch_tokens: int = BATCH_TOKENS
+) -> Iterator[tuple[int, Score]]:
+    """As `score`, with the index of each request, as the batches come."""
     for index, logits, use in continuation_logits(
         model, requests, setting, batch_tokens=batch_tokens
     ):
         target = torch.tensor(requests[index].continuation, device=logits.device)
         log_probs = token_log_probs(logits, target)
         is_greedy = bool((logits.argmax(-1) == target).all())
-        scores[index] = Score(float(log_probs.sum()), is_greedy, use)
-    return [scores[index] for index in range(len(requests))]
+        yield index, Score(float(log_probs.sum()), is_greedy, use)
 
 
 def token_log_probs(logits: Tensor, target: Tensor) -> Tensor:

@@ -8,13 +8,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
 from h2o_kv._C import EvictionPolicy
 from h2o_kv.eval.data import EvalError
 from h2o_kv.hf import H2OCache, enable_alibi
 from h2o_kv.hf.settings import ALIBI_MODELS, ATTENTION_NAME
 from h2o_kv.policies import named
 
-__all__ = ["PREFILLS", "CacheUse", "Setting", "attention_for", "left_padded", "settings"]
+__all__ = ["PREFILLS", "CacheUse", "Setting", "attention_for", "padded", "settings"]
 
 PREFILLS = ("streamed", "one_shot")
 """How the tokens of an example join an evicting cache; see `Setting`."""
@@ -156,9 +160,13 @@ def attention_for(model: Any, setting: Setting) -> Iterator[None]:
             model.set_attn_implementation(former)
 
 
-def left_padded(rows: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Rows and their mask (1 = real), each as long as the longest, which has at least one token."""
-    longest = max(1, *(len(row) for row in rows))
-    ids = [[0] * (longest - len(row)) + list(row) for row in rows]
-    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-    return ids, mask
+def padded(
+    rows: Sequence[Sequence[int]], device: torch.device, side: str = "left"
+) -> tuple[Tensor, Tensor]:
+    """Ids and mask (1 = real), int64 [rows, longest], of token ids padded on the "left" or "right"."""
+    each = [torch.tensor(list(row), dtype=torch.long) for row in rows]
+    ids, mask = (
+        pad_sequence(tensors, batch_first=True, padding_side=side)
+        for tensors in (each, [torch.ones_like(row) for row in each])
+    )
+    return ids.to(device), mask.to(device)

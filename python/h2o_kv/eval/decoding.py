@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from h2o_kv.eval.caches import CacheUse, Setting, attention_for, left_padded
+from h2o_kv.eval.caches import CacheUse, Setting, attention_for, padded
 from h2o_kv.eval.data import EvalError
 from h2o_kv.generation import token_ids
 from h2o_kv.hf import H2OCache, cache_kwarg
@@ -163,8 +163,7 @@ class Conversation:
         return [CacheUse(number, number, 0) for number in seen]
 
     def _add(self, rows: Sequence[Sequence[int]]) -> None:
-        device = self._ids.device
-        ids, mask = (torch.tensor(columns, device=device) for columns in left_padded(rows))
+        ids, mask = padded(rows, self._ids.device)
         self._ids, self._mask = torch.cat([self._ids, ids], 1), torch.cat([self._mask, mask], 1)
 
     def _until_end(self, tokens: list[int]) -> list[int]:

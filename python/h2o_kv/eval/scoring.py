@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_kv.eval.caches import CacheUse, Setting, attention_for, left_padded
+from h2o_kv.eval.caches import CacheUse, Setting, attention_for, padded
 from h2o_kv.eval.data import EvalError
 from h2o_kv.hf import H2OCache, cache_kwarg
 
@@ -174,8 +174,7 @@ def continuation_logits(
         with attention_for(model, setting):
             run = _one_shot if setting.prefill == "one_shot" else _at_once
             logits, uses = run(model, chosen, setting)
-        for row, (index, request, use) in enumerate(zip(batch, chosen, uses, strict=True)):
-            yield index, logits[row, logits.shape[1] - len(request.continuation) :], use
+        yield from zip(batch, logits, uses, strict=True)
 
 
 def _batches(
@@ -202,24 +201,30 @@ def _batches(
 
 def _at_once(
     model: Any, requests: Sequence[Request], setting: Setting
-) -> tuple[Tensor, list[CacheUse]]:
-    """Logits [batch, longest continuation, vocabulary] of one forward over everything."""
+) -> tuple[list[Tensor], list[CacheUse]]:
+    """Logits [tokens, vocabulary] of each continuation, from one forward over everything."""
     rows = [[*request.context, *request.continuation][:-1] for request in requests]
-    cache = None
+    first = min(len(request.context) for request in requests) - 1
+    keep = max(map(len, rows)) - first
     if setting.evicts:
         policies = setting.policies(request.num_tokens for request in requests)
         cache = H2OCache(model, policies, prefill="streaming", prefill_chunk=1)
-    keep = max(len(request.continuation) for request in requests)
-    logits = Rows(model, cache).forward(rows, keep)
-    if cache is None:
-        return logits, [CacheUse(len(row), len(row), 0) for row in rows]
-    return logits, CacheUse.of(cache)
+        logits = Rows(model, cache).forward(rows, keep, side="right")
+        uses = CacheUse.of(cache)
+    else:
+        logits = Rows(model, None).forward(rows, keep, side="right")
+        uses = [CacheUse(len(row), len(row), 0) for row in rows]
+    found = []
+    for row, request in zip(logits, requests, strict=True):
+        start = len(request.context) - 1 - first
+        found.append(row[start : start + len(request.continuation)])
+    return found, uses
 
 
 def _one_shot(
     model: Any, requests: Sequence[Request], setting: Setting
-) -> tuple[Tensor, list[CacheUse]]:
-    """The contexts in one forward, what follows them step by step in another."""
+) -> tuple[list[Tensor], list[CacheUse]]:
+    """The same, with the contexts in one forward and what follows them step by step in another."""
     rest = [request.continuation[:-1] for request in requests]
     longest = max(map(len, rest))
     cache = H2OCache(
@@ -230,19 +235,19 @@ def _one_shot(
         max_rollback=max(1, longest),
     )
     rows = Rows(model, cache)
-    logits = rows.forward([request.context for request in requests], 1)
-    if longest == 0:
-        return logits, CacheUse.of(cache)
-    later = rows.forward(rest, longest)
-    whole = logits.new_empty(len(requests), longest + 1, logits.shape[2])
-    whole[:, 1:] = later
-    for row, tokens in enumerate(rest):
-        whole[row, longest - len(tokens)] = logits[row, 0]
-    return whole, CacheUse.of(cache)
+    first = rows.forward([request.context for request in requests], 1)
+    found = list(first)
+    if longest > 0:
+        later = rows.forward(rest, longest)
+        found = [
+            torch.cat([one, more[longest - len(tokens) :]])
+            for one, more, tokens in zip(first, later, rest, strict=True)
+        ]
+    return found, CacheUse.of(cache)
 
 
 class Rows:
-    """A batch of sequences that come in one or more forwards, each left-padded.
+    """A batch of sequences that come in one or more forwards; without a cache in one, padded right.
 
     Parameters
     ----------
@@ -257,12 +262,16 @@ class Rows:
         self._mask = mask
         self._accepts = inspect.signature(model.forward).parameters
 
-    def forward(self, rows: Sequence[Sequence[int]], keep: int) -> Tensor:
-        """Logits [batch, keep, vocabulary] of the last `keep` columns of these tokens."""
-        device = self._model.device
-        ids, real = (torch.tensor(columns, device=device) for columns in left_padded(rows))
+    def forward(self, rows: Sequence[Sequence[int]], keep: int, side: str = "left") -> Tensor:
+        """Logits [batch, keep, vocabulary] of the last `keep` columns of these tokens.
+
+        `side` is where the shorter rows are padded.
+        """
+        ids, real = padded(rows, self._model.device, side)
+        if self._mask is None:
+            return self._forward_part(ids, real, keep)
         # A forward longer than what was seen could be the whole text again, and H2OCache asks.
-        at_most = ids.shape[1] if self._mask is None else self._mask.shape[1]
+        at_most = self._mask.shape[1]
         parts = zip(torch.split(ids, at_most, 1), torch.split(real, at_most, 1), strict=True)
         logits = [self._forward_part(*part, keep) for part in parts]
         return torch.cat(logits, 1)[:, -keep:]
@@ -279,11 +288,8 @@ class Rows:
         arguments = {name: arguments[name] for name in arguments if name in self._accepts}
         if self._cache is not None:
             arguments[cache_kwarg(self._model)] = self._cache
-        output = self._model(
-            input_ids=ids,
-            attention_mask=self._mask,
-            use_cache=self._cache is not None,
-            **arguments,
-        )
+            arguments["attention_mask"] = self._mask
+        # Without a cache padding comes last, and causal attention never sees it.
+        output = self._model(input_ids=ids, use_cache=self._cache is not None, **arguments)
         logits: Tensor = output.logits[:, -keep:]
         return logits

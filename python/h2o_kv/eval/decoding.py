@@ -1,7 +1,7 @@
 """Greedy text of a batch under any cache, through `model.generate`; several turns on one cache.
 
-What `generate` appends to a row that has ended is padding to the caches here, so a row that ends
-early goes into its next turn as it would have alone.
+What `generate` appends to a row that has ended is padding to the caches here. The last token of a turn
+always joins with the next turn, whether other rows went on or not: so each row is what it is alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 @dataclass
 class _RealTokens:
-    """A forward pre-hook that marks what follows the end of a row as padding.
+    """A forward pre-hook that marks the end of a row and what follows it as padding.
 
     `generate` extends the mask by ones for every row; the model gets this one instead.
 
@@ -57,9 +57,8 @@ class _RealTokens:
 
     def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self.started:
-            last = kwargs["input_ids"][:, -1]
+            self.ended |= torch.isin(kwargs["input_ids"][:, -1], self.ends)
             self.mask = torch.cat([self.mask, (~self.ended)[:, None].long()], 1)
-            self.ended |= torch.isin(last, self.ends)
         self.started = True
         return args, {**kwargs, "attention_mask": self.mask}
 
@@ -97,6 +96,7 @@ class Conversation:
         self._ends = torch.tensor(list(ends), dtype=torch.long, device=device)
         self._ids = torch.empty(len(prompts), 0, dtype=torch.long, device=device)
         self._mask = torch.empty(len(prompts), 0, dtype=torch.long, device=device)
+        self._unfed: list[list[int]] = [[] for _ in prompts]
         self._add(prompts)
         self.cache = policy_cache(model, num_tokens, setting)
 
@@ -146,14 +146,16 @@ class Conversation:
             handle.remove()
         former, self._ids = self._ids.shape[1], whole
         new = [self._until_end(row) for row in whole[:, former:].tolist()]
-        columns = whole.shape[1] - former
-        added = [[1] * len(row) + [0] * (columns - len(row)) for row in new]
-        self._mask = torch.cat([self._mask, torch.tensor(added, device=whole.device)], 1)
+        # All but the last column was fed.
+        last = [int(len(row) == whole.shape[1] - former) for row in new]
+        self._unfed = [[] if real else row[-1:] for row, real in zip(new, last, strict=True)]
+        column = torch.tensor(last, device=whole.device)[:, None]
+        self._mask = torch.cat([hook.mask, column], 1)
         return new
 
     def say(self, turns: Sequence[Sequence[int]]) -> None:
-        """Append what the other side says: token ids of each row."""
-        self._add(turns)
+        """Append what the other side says: token ids of each row, at least one."""
+        self._add([[*end, *turn] for end, turn in zip(self._unfed, turns, strict=True)])
 
     def uses(self) -> list[CacheUse]:
         """What the cache held of each row. The last token of a turn is not in it yet."""

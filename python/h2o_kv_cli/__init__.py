@@ -40,6 +40,7 @@ _COMMANDS = {
     "convert": ("h2o_kv_cli.convert", "write any model as a plain Hugging Face folder"),
     "tokenize": ("h2o_kv_cli.tokenize", "turn text into token ids for a C++ program"),
     "detokenize": ("h2o_kv_cli.detokenize", "turn a C++ program's token ids into text"),
+    "eval": ("h2o_kv.cli.eval", "compare the quality of policies on local data"),
     "trace": ("h2o_kv.cli.trace", "show a worked case of the algorithm step by step"),
     "info": ("h2o_kv.cli.info", "show versions, devices and what was built"),
 }

@@ -459,7 +459,11 @@ def test_a_deep_copy_belongs_to_the_same_model() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"policy": 256}, TypeError, "policy must be an EvictionPolicy, got 256"),
+        (
+            {"policy": 256},
+            TypeError,
+            "policy must be an EvictionPolicy, or a sequence with one a row, got 256",
+        ),
         ({"prefill": "lazy"}, ValueError, r"prefill must be one of \('one_shot', 'streaming'\), "),
         ({"prefill_chunk": 0}, ValueError, "prefill_chunk must be >= 1, got 0"),
         ({"prompt_length": 0}, ValueError, "prompt_length must be >= 1 in every row, got 0"),

@@ -15,7 +15,18 @@ from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, Top
 import h2o_kv.serve
 from h2o_kv import EvictionPolicy, H2OCache
 from h2o_kv.serve import Completion, Request, generate_many
-from hf_models import EOS, KINDS, forward, generate, tiny_model, tokens
+from hf_models import (
+    EOS,
+    KINDS,
+    check_against_reference,
+    forward,
+    generate,
+    kept,
+    left_padded,
+    recorded,
+    tiny_model,
+    tokens,
+)
 
 SMALL = EvictionPolicy(num_heavy=4, num_recent=3, num_sink=1)
 STATE = ("k_cache", "v_cache", "scores", "positions", "tokens_seen")
@@ -211,6 +222,124 @@ def test_what_does_not_fit_raises_and_changes_nothing() -> None:
         batch.insert(0, deeper)
     for row in range(2):
         assert_rows_equal(snapshot(batch, row), was[row])
+
+
+# ---- A policy for each row
+
+UNEQUAL = [
+    EvictionPolicy(num_heavy=2, num_recent=2, num_sink=1),
+    EvictionPolicy(num_heavy=0, num_recent=9),
+    EvictionPolicy(num_heavy=1, num_recent=0),
+]
+
+
+@pytest.mark.parametrize("prefill", ["one_shot", "streaming"])
+@pytest.mark.parametrize("family", KINDS)
+def test_a_row_of_a_policy_of_its_own_is_what_it_is_alone(family: str, prefill: str) -> None:
+    model = tiny_model(family, dtype=torch.float64)
+    prompts = [tokens(1, length, seed=length)[0] for length in (17, 23, 11)]
+    ids, mask = left_padded(prompts)
+    options: dict[str, Any] = {"prefill": prefill, "prefill_chunk": 1}
+    batch = H2OCache(model.config, UNEQUAL, **options)
+    with recorded() as recording:
+        got = generate(model, ids, batch, new=8, mask=mask)
+    assert batch.layers[0].capacity == 9
+    assert [tuple(budget) for budget in batch.budgets] == [(1, 2, 2), (0, 0, 9), (0, 1, 0)]
+    budgets = [(1, 2, 2), (0, 0, 9), (0, 1, 0)]
+    assert check_against_reference(recording, batch, budgets, mask) > 100
+    for row, (prompt, policy) in enumerate(zip(prompts, UNEQUAL, strict=True)):
+        alone = H2OCache(model.config, policy, **options)
+        assert torch.equal(got[row], generate(model, prompt[None], alone, new=8)[0])
+        assert kept(batch, row) == kept(alone, 0)
+        assert {len(head) for layer in kept(batch, row) for head in layer} == {
+            policy.budget().total
+        }
+
+
+def test_equal_policies_of_rows_are_one_policy() -> None:
+    model = tiny_model("llama")
+    rows, one = H2OCache(model.config, [SMALL] * 2), H2OCache(model.config, SMALL)
+    assert torch.equal(forward(model, tokens(2, 14), rows), forward(model, tokens(2, 14), one))
+    assert rows.layers[0].row_budget is None
+    assert rows.budgets == one.budgets
+    assert one.row_policies is None
+
+
+def test_policies_of_rows_hold_again_after_a_reset() -> None:
+    model = tiny_model("llama")
+    cache = H2OCache(model.config, UNEQUAL)
+    assert cache.policy == UNEQUAL[1]
+    assert cache.row_policies == tuple(UNEQUAL)
+    prompt = tokens(3, 14)
+    forward(model, prompt, cache)
+    first = [kept(cache, row) for row in range(3)]
+    cache.set_budget(num_heavy=3, num_recent=3, num_sink=0)
+    forward(model, tokens(3, 1), cache)
+    cache.reset()
+    forward(model, prompt, cache)
+    assert [kept(cache, row) for row in range(3)] == first
+    assert [budget.total for budget in cache.budgets] == [5, 9, 1]
+
+
+def test_a_fork_keeps_the_budgets_of_its_rows() -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    cache = H2OCache(model.config, UNEQUAL)
+    forward(model, tokens(3, 14), cache)
+    fork = cache.fork(2)
+    assert [budget.total for budget in fork.budgets] == [5, 5, 9, 9, 1, 1]
+    ids = tokens(3, 1, seed=4)
+    got = forward(model, ids.repeat_interleave(2, 0), fork)
+    torch.testing.assert_close(got[::2], forward(model, ids, cache), atol=1e-9, rtol=0)
+    fork.reset()
+    with pytest.raises(ValueError, match="policy must have one entry a row = 6, got 3"):
+        forward(model, tokens(6, 9), fork)
+
+
+def test_policies_of_rows_are_saved(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    cache = H2OCache(model.config, UNEQUAL)
+    forward(model, tokens(3, 14), cache)
+    cache.save(tmp_path / "cache")
+    loaded = H2OCache.load(tmp_path / "cache", model.config)
+    assert loaded.row_policies == tuple(UNEQUAL)
+    ids = tokens(3, 1, seed=4)
+    assert torch.equal(forward(model, ids, loaded), forward(model, ids, cache))
+    loaded.reset()
+    forward(model, tokens(3, 14), loaded)
+    assert [budget.total for budget in loaded.budgets] == [5, 9, 1]
+
+
+@pytest.mark.parametrize(
+    ("policies", "error", "match"),
+    [
+        ([], ValueError, "policy must have one entry a row, got none"),
+        ([SMALL, None], TypeError, "policy of row 1 must be an EvictionPolicy, got None"),
+        (
+            [SMALL, EvictionPolicy(heavy_ratio=0.1, recent_ratio=0.1)],
+            ValueError,
+            "policy of row 1 must be of counts",
+        ),
+        (
+            [SMALL, EvictionPolicy(num_heavy=4, num_recent=3, gqa_reduce="max")],
+            ValueError,
+            "policies of rows must be alike but for their counts",
+        ),
+        ("h2o", TypeError, "policy must be an EvictionPolicy, or a sequence"),
+    ],
+)
+def test_bad_policies_of_rows_are_named(policies: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        H2OCache(tiny_model("llama").config, policies)
+
+
+def test_a_batch_of_other_rows_than_policies_raises_and_changes_nothing() -> None:
+    model = tiny_model("llama")
+    cache = H2OCache(model.config, UNEQUAL)
+    with pytest.raises(ValueError, match="policy must have one entry a row = 2, got 3"):
+        forward(model, tokens(2, 9), cache)
+    assert cache.get_seq_length() == 0
+    forward(model, tokens(3, 9), cache)
+    assert cache.get_seq_length() == 9
 
 
 # ---- generate_many

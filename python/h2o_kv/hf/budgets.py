@@ -20,7 +20,7 @@ from h2o_kv._C import Budget, EvictionPolicy
 from h2o_kv.hf.memory import LayerMemory
 from h2o_kv.policies import rules_of
 
-__all__ = ["BudgetEvent", "MovableBudget", "requested_budgets"]
+__all__ = ["BudgetEvent", "MovableBudget", "given_policies", "requested_budgets"]
 
 _LOGGER = logging.getLogger(__name__)
 # The one overload, found once.
@@ -75,11 +75,61 @@ def _summary(budgets: Sequence[Budget]) -> str:
     return repr(budgets[0]) if alike else repr(list(budgets))
 
 
+def given_policies(policy: Any) -> tuple[EvictionPolicy, tuple[EvictionPolicy, ...] | None]:
+    """The policy of a cache, and those of its rows where each has its own.
+
+    Parameters
+    ----------
+    policy : EvictionPolicy, or a sequence of them with one a row
+        As H2OCache is given it.
+
+    Returns
+    -------
+    policy : EvictionPolicy
+        The one that is given, or the one with the most slots.
+    row_policies : tuple of EvictionPolicy or None
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is no policy, or policies of rows differ in more than their counts.
+    """
+    if isinstance(policy, EvictionPolicy):
+        return policy, None
+    if not isinstance(policy, Sequence) or isinstance(policy, str):
+        raise TypeError(
+            "H2OCache: policy must be an EvictionPolicy, or a sequence with one a row, got "
+            f"{policy!r}"
+        )
+    policies = tuple(policy)
+    if not policies:
+        raise ValueError("H2OCache: policy must have one entry a row, got none")
+    for row, one in enumerate(policies):
+        if not isinstance(one, EvictionPolicy):
+            raise TypeError(f"H2OCache: policy of row {row} must be an EvictionPolicy, got {one!r}")
+        if one.has_ratio:
+            raise ValueError(
+                f"H2OCache: policy of row {row} must be of counts where rows have policies of their "
+                f"own, got {one!r}"
+            )
+        if _rule(one) != _rule(policies[0]):
+            raise ValueError(
+                "H2OCache: policies of rows must be alike but for their counts, got "
+                f"{policies[0]!r} and {one!r}"
+            )
+    return max(policies, key=lambda one: one.budget().total), policies
+
+
+def _rule(policy: EvictionPolicy) -> tuple[Any, ...]:
+    """All of a policy but its counts, which come first in its state."""
+    return policy.__getstate__()[3:]
+
+
 def requested_budgets(
     old: Sequence[Budget],
     budget: Any,
     counts: dict[str, int | None],
-    gqa_reduce: str,
+    policy: EvictionPolicy,
 ) -> tuple[Budget, ...]:
     """The new budget of each row, from the arguments of `H2OCache.set_budget`.
 
@@ -90,7 +140,7 @@ def requested_budgets(
     budget : Budget, EvictionPolicy, sequence of them with one a row, or None
     counts : dict of str to int
         num_sink, num_heavy and num_recent; None = as it is. All are None where `budget` is given.
-    gqa_reduce : str
+    policy : EvictionPolicy
         Of the cache.
 
     Raises
@@ -113,7 +163,7 @@ def requested_budgets(
             each = list(budget)
         if len(each) != len(old):
             raise ValueError(f"{name}: budgets must be one a row = {len(old)}, got {len(each)}")
-        new = [_counts(_budget(name, one, gqa_reduce)) for one in each]
+        new = [_counts(_budget(name, one, policy)) for one in each]
     for row in new:
         for key, count in row.items():
             if count < 0:
@@ -129,7 +179,7 @@ def _counts(budget: Budget) -> dict[str, int]:
     return dict(zip(("num_sink", "num_heavy", "num_recent"), budget, strict=True))
 
 
-def _budget(name: str, value: Any, gqa_reduce: str) -> Budget:
+def _budget(name: str, value: Any, policy: EvictionPolicy) -> Budget:
     if isinstance(value, Budget):
         return value
     if not isinstance(value, EvictionPolicy):
@@ -138,10 +188,15 @@ def _budget(name: str, value: Any, gqa_reduce: str) -> Budget:
         raise ValueError(
             f"{name}: budget must be of counts, since ratios are of a prompt, got {value!r}"
         )
-    if value.gqa_reduce != gqa_reduce:
+    if value.gqa_reduce != policy.gqa_reduce:
         raise ValueError(
-            f'{name}: gqa_reduce must be that of the cache = "{gqa_reduce}", got '
+            f'{name}: gqa_reduce must be that of the cache = "{policy.gqa_reduce}", got '
             f'"{value.gqa_reduce}"'
+        )
+    if rules_of(value) != rules_of(policy):
+        raise ValueError(
+            f"{name}: the rules of a policy must be those of the cache = {rules_of(policy)}, got "
+            f"{rules_of(value)}"
         )
     return value.budget()
 

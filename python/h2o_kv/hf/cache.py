@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from h2o_kv._C import Budget, EvictionPolicy
 from h2o_kv.hf import session
-from h2o_kv.hf.budgets import BudgetEvent, requested_budgets
+from h2o_kv.hf.budgets import BudgetEvent, given_policies, requested_budgets
 from h2o_kv.hf.layer import H2OLayer
 from h2o_kv.hf.memory import check_alike
 from h2o_kv.hf.progress import Progress
@@ -28,6 +28,7 @@ from h2o_kv.hf.rolling import Rolling
 from h2o_kv.hf.settings import ATTENTION_NAME, Settings, model_shape
 from h2o_kv.hf.sharing import SLOT_STATE
 from h2o_kv.models import resolve_device
+from h2o_kv.policies import rules_of
 
 __all__ = ["CacheBytes", "H2OCache"]
 
@@ -85,10 +86,11 @@ class H2OCache(Cache):  # type: ignore[misc]
     ----------
     config : PreTrainedConfig or PreTrainedModel
         `model.config` of a decoder-only model, or the model itself, which positions="rolling" needs.
-    policy : EvictionPolicy
+    policy : EvictionPolicy, or a sequence of them with one a row
         How many tokens each row and KV head keeps. Ratios are of the real tokens of each row's
         prompt: its first forward, unless prompt_length says otherwise. In a padded batch the
-        capacity is the largest row's budget and each row keeps to its own.
+        capacity is the largest row's budget and each row keeps to its own. Policies of rows are of
+        counts and alike in all else; the first forward after the cache was empty has as many rows.
     prefill : {"one_shot", "streaming"}
         What a forward with several tokens does. one_shot: all of them attend before anything is
         evicted. streaming: they join `prefill_chunk` at a time, and later ones never see what left.
@@ -155,7 +157,7 @@ class H2OCache(Cache):  # type: ignore[misc]
     def __init__(
         self,
         config: Any,
-        policy: EvictionPolicy,
+        policy: EvictionPolicy | Sequence[EvictionPolicy],
         *,
         prefill: str = "one_shot",
         prefill_chunk: int = 64,
@@ -167,8 +169,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         compileable: bool = False,
     ) -> None:
         decoder = _decoder_config(config)
-        if not isinstance(policy, EvictionPolicy):
-            raise TypeError(f"H2OCache: policy must be an EvictionPolicy, got {policy!r}")
+        policy, row_policies = given_policies(policy)
         if prefill not in _PREFILLS:
             raise ValueError(f'H2OCache: prefill must be one of {_PREFILLS}, got "{prefill}"')
         prefill_chunk = _count("H2OCache: prefill_chunk", prefill_chunk)
@@ -192,6 +193,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         settings = Settings(
             config=decoder,
             policy=policy,
+            row_policies=row_policies,
             prefill=prefill,
             prefill_chunk=prefill_chunk,
             prompt_length=_prompt_length(prompt_length),
@@ -239,8 +241,16 @@ class H2OCache(Cache):  # type: ignore[misc]
 
     @property
     def policy(self) -> EvictionPolicy:
-        """How many tokens each row and KV head keeps, until `set_budget` and after `reset`."""
+        """How many tokens each row and KV head keeps, until `set_budget` and after `reset`.
+
+        Where rows have policies of their own, the one with the most slots.
+        """
         return self._settings.policy
+
+    @property
+    def row_policies(self) -> tuple[EvictionPolicy, ...] | None:
+        """The policy of each row of the first batch, where rows have policies of their own."""
+        return self._settings.row_policies
 
     @property
     def positions(self) -> str:
@@ -295,7 +305,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         Parameters
         ----------
         budget : Budget or EvictionPolicy, or a sequence with one a row, optional
-            Of every row, or of each. A policy of counts, with the `gqa_reduce` of the cache.
+            Of every row, or of each. A policy of counts, with `gqa_reduce` and rules of the cache.
         num_heavy, num_recent, num_sink : int, tokens, optional
             Instead of `budget`: of every row; what is not given stays what it is in each row.
         max_evictions_per_step : int, tokens, optional
@@ -349,7 +359,7 @@ class H2OCache(Cache):  # type: ignore[misc]
         counts = {"num_sink": num_sink, "num_heavy": num_heavy, "num_recent": num_recent}
         for key, count in counts.items():
             counts[key] = None if count is None else _count(f"{name}: {key}", count)
-        new = requested_budgets(old, budget, counts, self.policy.gqa_reduce)
+        new = requested_budgets(old, budget, counts, self.policy)
         if max_evictions_per_step is not None:
             most = f"{name}: max_evictions_per_step"
             max_evictions_per_step = _count(most, max_evictions_per_step)
@@ -631,6 +641,7 @@ class H2OCache(Cache):  # type: ignore[misc]
                 model_shape(other._settings.config),
             ),
             "gqa_reduce": (repr(self.policy.gqa_reduce), repr(other.policy.gqa_reduce)),
+            "the rules": (rules_of(self.policy), rules_of(other.policy)),
             "positions": (repr(self.positions), repr(other.positions)),
         }
         check_alike(facts)

@@ -133,7 +133,8 @@ class LayerMemory(SharableMemory):
         # Made as ordinary tensors even under inference_mode, so that the cache can be used outside.
         with torch.inference_mode(False):
             self.device = key.device
-            self._keep_to([self.settings.policy.resolve(length) for length in lengths])
+            policies = zip(self.settings.policies(batch), lengths, strict=True)
+            self._keep_to([policy.resolve(length) for policy, length in policies])
             assert self.budget is not None
             shape = (batch, num_kv_heads, self.budget.total)
             if (

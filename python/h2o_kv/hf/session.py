@@ -112,7 +112,7 @@ def save(
         "version": FORMAT_VERSION,
         "library": version(),
         "model": model_shape(settings.config),
-        "policy": settings.policy.arguments,
+        "policy": _policies(settings),
         "options": {**options, "dtype": _dtype_name(options["dtype"])},
         "layers": [
             {
@@ -151,7 +151,7 @@ def load(
         with _refusing(f"H2OCache.load: {file}"), _opened(file) as content:
             header = _header(content.metadata())
             _check_model(header["model"], config)
-            policy = _made(EvictionPolicy, "policy", header["policy"], _POLICY)
+            policy = _read_policies(header["policy"])
             options = _object("options", header["options"], OPTIONS)
             dtype = options["dtype"]
             cache = cache_class(model, policy, **{**options, "dtype": DTYPES.get(dtype, dtype)})
@@ -495,6 +495,19 @@ def _number(what: str, value: Any) -> int:
 
 
 # ---- As the header has them.
+
+
+def _policies(settings: Settings) -> Any:
+    """The policy, or a list of those of the rows."""
+    if settings.row_policies is None:
+        return settings.policy.arguments
+    return [policy.arguments for policy in settings.row_policies]
+
+
+def _read_policies(policy: Any) -> EvictionPolicy | list[EvictionPolicy]:
+    if isinstance(policy, list):
+        return [_made(EvictionPolicy, "policy", one, _POLICY) for one in policy]
+    return _made(EvictionPolicy, "policy", policy, _POLICY)
 
 
 def _attributes(value: Any, names: Iterable[str]) -> dict[str, Any] | None:

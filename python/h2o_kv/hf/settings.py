@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class Settings:
 
     config: Any
     policy: EvictionPolicy
+    row_policies: tuple[EvictionPolicy, ...] | None
     prefill: str
     prefill_chunk: int
     prompt_length: int | tuple[int, ...] | None
@@ -50,6 +52,22 @@ class Settings:
         # A copied cache belongs to the same model: its config must stay the model's own object,
         # or a later model.set_attn_implementation() would go unnoticed.
         return self
+
+    def policies(self, batch: int) -> Sequence[EvictionPolicy]:
+        """The policy of each row of a batch.
+
+        Raises
+        ------
+        ValueError
+            The rows have policies of their own, and there are more or fewer of them.
+        """
+        if self.row_policies is None:
+            return [self.policy] * batch
+        if len(self.row_policies) != batch:
+            raise ValueError(
+                f"H2OCache: policy must have one entry a row = {batch}, got {len(self.row_policies)}"
+            )
+        return self.row_policies
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments with which an H2OCache of these settings is made."""

@@ -1,0 +1,80 @@
+"""Local evaluation files: JSON lines and plain text; errors name the file and the line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["EvalError", "fingerprint", "read_lines", "read_rows", "value"]
+
+Row = dict[str, Any]
+
+
+class EvalError(ValueError):
+    """An evaluation cannot be run as it was asked for; the message is one line."""
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The objects of a file with one JSON object a line; empty lines are skipped.
+
+    Raises
+    ------
+    EvalError
+        The file cannot be read, or a line is no JSON object.
+    """
+    rows = []
+    for number, line in enumerate(read_lines(file), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise EvalError(f"{file}: line {number} must be JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise EvalError(f"{file}: line {number} must be a JSON object, got {line[:40]!r}")
+        rows.append(row)
+    return rows
+
+
+def read_lines(file: Path) -> list[str]:
+    """The lines of a UTF-8 text, without their ends.
+
+    Raises
+    ------
+    EvalError
+        The file cannot be read, or is no UTF-8.
+    """
+    try:
+        # Not str.splitlines: it also breaks at letters that JSON texts may hold.
+        return file.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise EvalError(f"{file}: {error.strerror}") from error
+    except UnicodeError as error:
+        raise EvalError(f"{file}: no UTF-8 text: {error}") from error
+
+
+def fingerprint(*files: Path) -> str:
+    """First 12 digits of the SHA-256 of these files: it says which data a result is from."""
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            digest.update(file.read_bytes())
+        except OSError as error:
+            raise EvalError(f"{file}: {error.strerror}") from error
+    return digest.hexdigest()[:12]
+
+
+def value(row: Row, field: str, kind: type) -> Any:
+    """A field of a row, of that type.
+
+    Raises
+    ------
+    EvalError
+        There is none, or it is of another type.
+    """
+    found = row.get(field)
+    if not isinstance(found, kind):
+        raise EvalError(f"field {field!r} must be {kind.__name__}, got {found!r} in {row!r:.200}")
+    return found

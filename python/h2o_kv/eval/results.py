@@ -1,0 +1,95 @@
+"""The file of results: one JSON line an example and setting, appended as they come, never twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from h2o_kv.eval.data import EvalError, Row, read_rows
+
+__all__ = ["KEY", "ResultFile", "key_of", "read_results"]
+
+KEY = (
+    *("model", "dtype", "task", "options", "data"),
+    *("policy", "ratio", "prefill", "index"),
+)
+"""Fields that together name a line."""
+
+
+def key_of(row: Row) -> str:
+    """The key of a line: what is run again only if one of these differs."""
+    return json.dumps([row[name] for name in KEY], sort_keys=True)
+
+
+def read_results(file: Path) -> list[Row]:
+    """The complete lines of a file of results; none if there is no file.
+
+    Raises
+    ------
+    EvalError
+        A line is no result.
+    """
+    if not file.exists():
+        return []
+    rows = read_rows(file)
+    for number, row in enumerate(rows, start=1):
+        missing = [
+            name
+            for name in (*KEY, "prompt_format", "metrics", "seen", "kept", "nothing_evicted")
+            if name not in row
+        ]
+        if missing:
+            raise EvalError(f"{file}: result {number} must have {', '.join(missing)}, got none")
+    return rows
+
+
+class ResultFile:
+    """Appends to a file of results.
+
+    A run that was killed may have left the beginning of a line at the end, which is cut off.
+
+    Attributes
+    ----------
+    finished : set of str
+        Keys of the lines that it has.
+    """
+
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _cut_off_torn_line(file)
+        self.finished = {key_of(row) for row in read_results(file)}
+        self._stream = file.open("a", encoding="utf-8")
+
+    def __enter__(self) -> ResultFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stream.close()
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Write rows that the file does not have yet."""
+        for row in rows:
+            key = key_of(row)
+            if key in self.finished:
+                continue
+            self._stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._stream.flush()
+            self.finished.add(key)
+
+
+def _cut_off_torn_line(file: Path) -> None:
+    if not file.exists():
+        return
+    with file.open("rb+") as stream:
+        content = stream.read()
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            stream.truncate(end)

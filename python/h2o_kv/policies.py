@@ -74,9 +74,7 @@ POLICIES: dict[str, NamedPolicy] = {
             f"{_H2O}, Table 9",
             lambda total: EvictionPolicy(num_heavy=total, num_recent=0),
         ),
-        NamedPolicy(
-            "streaming", "sinks and window", "StreamingLLM, arXiv 2309.17453", _streaming
-        ),
+        NamedPolicy("streaming", "sinks and window", "StreamingLLM, arXiv 2309.17453", _streaming),
     )
 }
 """The policies that there are, by name."""

@@ -109,6 +109,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=0.05,
         help="probability of each eviction to be logged",
     )
+    parser.add_argument(
+        "--log-layers", type=int, nargs="+", metavar="N", help="only these layers in the log"
+    )
+    parser.add_argument("--log-seed", type=int, default=0, help="of what is logged")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="CPU threads of PyTorch")
@@ -206,9 +210,23 @@ def write_log(
     about = {"policy": spec.label, "slots": slots, "tokens": len(ids) - 1}
     texts, classes = token_texts(tokenizer, ids), token_classes(tokenizer, ids)
     with EvictionLog(
-        args.out / "evictions.jsonl", ids, texts, classes, rate=args.log_rate, about=about
+        args.out / "evictions.jsonl",
+        ids,
+        texts,
+        classes,
+        rate=args.log_rate,
+        layers=args.log_layers,
+        seed=args.log_seed,
+        about=about,
     ) as log:
-        replay(model, ids, [spec], on_step={spec.label: log}, progress=progress)
+        replay(
+            model,
+            ids,
+            [spec],
+            on_step={spec.label: log},
+            layers={spec.label: log.layers},
+            progress=progress,
+        )
 
 
 def of_policy(policy: PolicyReplay, classes: Sequence[str]) -> dict[str, Any]:

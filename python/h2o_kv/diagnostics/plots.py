@@ -56,7 +56,7 @@ def plot_spans(file: Path, spans: Sequence[SpanExplanation], prompt_tokens: int)
         layers, steps = held.shape
         left = span.last - 1.5
         image = axis.imshow(
-            held,
+            held.numpy(),
             aspect="auto",
             interpolation="nearest",
             cmap="viridis",

@@ -28,6 +28,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from h2o_kv.diagnostics import plots
+
 Point = dict[str, Any]
 # OPT-6.7B has the heads of Llama-2-7B.
 DEFAULT_MODELS = ("smollm2-135m", "llama-3-8b", "llama-2-7b", "gpt-neox-20b")
@@ -315,13 +317,9 @@ class Report:
 def load_pyplot() -> Any:
     """matplotlib.pyplot for files; None where it is not installed."""
     try:
-        import matplotlib
+        return plots.load_pyplot()
     except ImportError:
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:

@@ -36,6 +36,7 @@ __all__ = [
     "GenerationRun",
     "SamplingOptions",
     "TokenAgreement",
+    "attention_restored",
     "compare_tokens",
     "generate",
     "percentile",
@@ -525,7 +526,7 @@ def generate(
         )
         for spec in specs
     ]
-    with _attention_restored(model):
+    with attention_restored(model):
         for run in runs:
             run.start(_bind(on_prefill, run.spec))
         if on_token:
@@ -580,7 +581,7 @@ def score_continuation(
         raise ValueError("score_continuation: continuation_ids must have at least one token, got 0")
     sessions = [CacheSession(model, spec) for spec in specs]
     losses: list[list[float]] = [[] for _ in specs]
-    with _attention_restored(model):
+    with attention_restored(model):
         logits = [
             session.prefill(prompt_ids, _bind(on_prefill, session.spec)) for session in sessions
         ]
@@ -659,7 +660,8 @@ def _use_attention(model: Any, name: str) -> None:
 
 
 @contextmanager
-def _attention_restored(model: Any) -> Iterator[None]:
+def attention_restored(model: Any) -> Iterator[None]:
+    """Put the model back under the attention that it has now."""
     name = model.config._attn_implementation
     try:
         yield

@@ -173,7 +173,7 @@ def main(args: argparse.Namespace) -> int:
     """
     try:
         settings = read_settings(args)
-        prompt = _read_prompt(args)
+        prompt = read_prompt(args)
     except (ValueError, OSError) as error:
         raise UserError(one_line(error)) from error
     if settings.threads is not None:
@@ -181,10 +181,10 @@ def main(args: argparse.Namespace) -> int:
     screen = _Screen(as_json=args.json)
     with screen.progress() as bars:
         start = time.perf_counter()
-        model, tokenizer = _load(settings, bars)
+        model, tokenizer = open_model(settings, bars)
         load_s = time.perf_counter() - start
         prompt_ids = _encode(args, tokenizer, prompt, screen)
-        _check_context(screen, model, len(prompt_ids) + settings.max_new_tokens - 1)
+        check_context(screen.note, model, len(prompt_ids) + settings.max_new_tokens - 1)
         policy = resolve_policy(settings.policy, len(prompt_ids))
         try:
             specs = _specs(settings, policy, args.compare)
@@ -396,7 +396,7 @@ def _specs(settings: Settings, policy: EvictionPolicy, compare: str | None) -> l
     return specs
 
 
-def _read_prompt(args: argparse.Namespace) -> str | None:
+def read_prompt(args: argparse.Namespace) -> str | None:
     """The prompt that the options name; None if they name none."""
     if STDIN in (args.prompt, args.prompt_file):
         return read_text(STDIN)
@@ -412,7 +412,14 @@ def demo_prompt() -> str:
     return resources.files("h2o_kv").joinpath("prompts/demo.txt").read_text(encoding="utf-8")
 
 
-def _load(settings: Settings, bars: Bars) -> tuple[Any, Any]:
+def open_model(settings: Settings, bars: Bars) -> tuple[Any, Any]:
+    """The model and the tokenizer of the settings.
+
+    Raises
+    ------
+    UserError
+        There is no such model.
+    """
     try:
         return load_model(
             settings.model,
@@ -442,8 +449,14 @@ def _encode(
     return ids[:_QUICK_PROMPT_TOKENS] if args.quick else ids
 
 
-def _check_context(screen: _Screen, model: Any, num_tokens: int) -> None:
-    """Note, or refuse, a sequence of more positions than the model was made for."""
+def check_context(note: Callable[[str], None], model: Any, num_tokens: int) -> None:
+    """Note, or refuse, a sequence of more positions than the model was made for.
+
+    Raises
+    ------
+    UserError
+        The model has a table of positions, and it ends before.
+    """
     config = model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", num_tokens)
     if num_tokens <= context:
@@ -452,7 +465,7 @@ def _check_context(screen: _Screen, model: Any, num_tokens: int) -> None:
     has_table = any(name.endswith("embed_positions") for name, _ in model.named_modules())
     if has_table:
         raise UserError(f"{what} that this model has")
-    screen.note(f"{what} this model was made for: eviction does not renumber positions")
+    note(f"{what} this model was made for: eviction does not renumber positions")
 
 
 def _policy_as_dict(policy: EvictionPolicy) -> dict[str, Any]:

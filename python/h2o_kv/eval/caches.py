@@ -58,10 +58,7 @@ class Setting:
     def policies(self, num_tokens: Iterable[int]) -> list[EvictionPolicy]:
         """The policy of each example."""
         policy = named(self.policy)
-        found = [
-            policy.with_slots(self.slots(number), length=number, seed=self.seed)
-            for number in num_tokens
-        ]
+        found = [policy.with_slots(self.slots(number), length=number) for number in num_tokens]
         return [one for one in found if one is not None]
 
 

@@ -292,6 +292,7 @@ def test_the_report_in_json(folder: str, capsys: pytest.CaptureFixture[str]) -> 
         "num_heavy": 10,
         "num_recent": 10,
         "budget": 20,
+        "gqa_reduce": "sum",
         "prefill": "one_shot",
         "prefill_chunk": 64,
     }

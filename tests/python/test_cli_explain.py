@@ -160,7 +160,7 @@ def test_an_explanation_says_what_the_cache_did(prefill: str) -> None:
     prompt, answer = ids[:40], ids[40:]
     policy = EvictionPolicy(num_heavy=10, num_recent=8)
     spec = CacheSpec(label="mine", policy=policy, prefill=prefill, prefill_chunk=6)
-    spans = [Span(4, 7, "a"), Span(33, 35, "b")]
+    spans = [Span(4, 7, "a"), Span(33, 35, "b"), Span(0, 40, "all")]
     found = explain(net, prompt, answer, spec, spans, expected=True)
 
     set_attention(net, "h2o")
@@ -220,6 +220,7 @@ def test_an_explanation_says_what_the_cache_did(prefill: str) -> None:
             share = 1 - len(gone) / (2 * (span.last - span.first))
             assert float(held[number, -1]) == pytest.approx(share)
     assert any(span.facts.left for span in found.spans)
+    assert 46 in left.values()
     assert len(found.answer_dropped) == len(found.answer_dropped_worst) == 8
     assert found.answers.full_right == (found.replay.full.top.tolist() == answer)
 
@@ -291,6 +292,7 @@ def test_the_report_in_json(folder: str, capsys: pytest.CaptureFixture[str]) -> 
         "num_heavy": 10,
         "num_recent": 10,
         "budget": 20,
+        "gqa_reduce": "sum",
         "prefill": "one_shot",
         "prefill_chunk": 64,
     }

@@ -21,6 +21,7 @@ from h2o_kv.cli.generate import (
     check_context,
     open_model,
     parse_number,
+    policy_as_dict,
     read_prompt,
     read_settings,
 )
@@ -288,7 +289,7 @@ def _spec(args: argparse.Namespace, settings: Settings, prompt_tokens: int) -> C
 def _as_dict(settings: Settings, answered: _Answered) -> dict[str, Any]:
     explanation = answered.explanation
     run, policy = explanation.replay, explanation.policy
-    budget = policy.budget
+    assert policy.spec.policy is not None
     answers = {"full": run.full, "policy": policy.predictions}
     return {
         "h2o_kv": _C.version(),
@@ -296,10 +297,7 @@ def _as_dict(settings: Settings, answered: _Answered) -> dict[str, Any]:
         "model": {"source": settings.model or EMBEDDED_MODEL, "dtype": settings.dtype},
         "policy": {
             "name": policy.spec.label,
-            "num_sink": budget.num_sink,
-            "num_heavy": budget.num_heavy,
-            "num_recent": budget.num_recent,
-            "budget": budget.total,
+            **policy_as_dict(policy.spec.policy),
             "prefill": policy.spec.prefill,
             "prefill_chunk": policy.spec.prefill_chunk,
         },

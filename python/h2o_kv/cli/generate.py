@@ -228,7 +228,7 @@ def main(args: argparse.Namespace) -> int:
             "tokens": len(prompt_ids),
             "text": str(tokenizer.decode(prompt_ids, clean_up_tokenization_spaces=False)),
         },
-        "policy": _policy_as_dict(policy),
+        "policy": policy_as_dict(policy),
         "prefill": settings.prefill,
         "prefill_chunk": settings.prefill_chunk,
         "sampling": asdict(settings.sampling),
@@ -468,7 +468,8 @@ def check_context(note: Callable[[str], None], model: Any, num_tokens: int) -> N
     note(f"{what} this model was made for: eviction does not renumber positions")
 
 
-def _policy_as_dict(policy: EvictionPolicy) -> dict[str, Any]:
+def policy_as_dict(policy: EvictionPolicy) -> dict[str, Any]:
+    """The counts of a policy, their sum and gqa_reduce, as plain values."""
     budget = policy.budget()
     return {
         "num_sink": budget.num_sink,

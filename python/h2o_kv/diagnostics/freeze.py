@@ -112,8 +112,8 @@ def promotions(departures: Departures, budget: Budget, first: int, last: int) ->
     departures : Departures
     budget : Budget
     first, last : int
-        A token leaves the window num_recent steps after its own. Sinks do not compete and do not
-        count, nor do steps in which nobody left.
+        A token leaves the window num_recent steps after its own. Steps in which nobody left do not
+        count; when somebody does, the sinks have long been outside the window.
     """
     left_at = departures.left_at
     num_layers = left_at.shape[0]
@@ -122,7 +122,7 @@ def promotions(departures: Departures, budget: Budget, first: int, last: int) ->
     busy = torch.zeros((*left_at.shape[:2], last), dtype=torch.bool)
     layers, heads, tokens = ((left_at >= first) & (left_at < last)).nonzero(as_tuple=True)
     busy[layers, heads, left_at[layers, heads, tokens].long()] = True
-    steps = torch.arange(max(first, budget.num_sink + budget.num_recent), last)
+    steps = torch.arange(max(first, budget.num_recent), last)
     leaving = left_at[:, :, steps - budget.num_recent]
     someone = busy[:, :, steps]
     left_window += someone.sum((1, 2))

@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "h2o/eviction_policy.h"
 #include "h2o/ops/calls.h"
 #include "h2o/ops/cpu/backend.h"
 #include "tensors.h"
@@ -72,6 +73,8 @@ struct Options {
   int64_t chunk = 1;
   std::optional<at::Tensor> alibi_slopes = std::nullopt, row_budget = std::nullopt;
   std::optional<at::Tensor> rope_cos = std::nullopt, rope_sin = std::nullopt;
+  h2o::Scoring scoring = {};
+  std::optional<at::Tensor> score_new = std::nullopt;
 
   Options moved() const {
     return {budget,
@@ -81,7 +84,9 @@ struct Options {
             ::moved(alibi_slopes),
             ::moved(row_budget),
             ::moved(rope_cos),
-            ::moved(rope_sin)};
+            ::moved(rope_sin),
+            scoring,
+            ::moved(score_new)};
   }
 };
 struct Tokens {
@@ -109,7 +114,10 @@ Results decode(const char* name_space, const KVCache& cache, const Tokens& token
               tokens.value, tokens.position, options.budget.num_sink, options.budget.num_heavy,
               options.budget.num_recent, options.gqa_reduce, options.scale, options.chunk,
               options.alibi_slopes, options.row_budget, k_evicted, v_evicted, options.rope_cos,
-              options.rope_sin);
+              options.rope_sin, h2o::to_string(options.scoring.rule), options.scoring.decay,
+              options.scoring.seed, options.scoring.num_queries, options.scoring.pool,
+              options.score_new, options.scoring.pattern_stride, options.scoring.pattern_columns,
+              /*read_slots=*/0, /*read_page=*/1);
   return {output, evicted, k_evicted, v_evicted};
 }
 
@@ -119,7 +127,9 @@ Results evict(const char* name_space, const KVCache& cache, const Tokens& tokens
                                                                            "::h2o_evict");
   return {op.call(cache.k_cache, cache.v_cache, cache.scores, cache.positions, tokens.key,
                   tokens.value, scores_new, tokens.position, options.budget.num_sink,
-                  options.budget.num_heavy, options.budget.num_recent, options.row_budget)};
+                  options.budget.num_heavy, options.budget.num_recent, options.row_budget,
+                  h2o::to_string(options.scoring.rule), options.scoring.pattern_stride,
+                  options.scoring.pattern_columns)};
 }
 
 Results select(const char* name_space, const Tokens& tokens, const Options& options) {
@@ -321,6 +331,45 @@ TEST_CASE("decode equals the CPU at every head_dim and group size",
                       .gqa_reduce = turn % 2 == 0 ? "sum" : "max",
                       .chunk = chunk});
     }
+  }
+}
+
+TEST_CASE("decode equals the CPU by every rule", "[emulated][attention_decode]") {
+  using h2o::ScoreRule;
+  const auto scoring = GENERATE(values<h2o::Scoring>({
+      {.rule = ScoreRule::kDecay, .decay = 0.75},
+      {.rule = ScoreRule::kMean},
+      {.rule = ScoreRule::kValue},
+      {.rule = ScoreRule::kMisses},
+      {.rule = ScoreRule::kPrompt, .num_queries = 2, .pool = 3},
+      {.rule = ScoreRule::kRandom, .seed = 5},
+      {.rule = ScoreRule::kGiven, .pattern_stride = 5, .pattern_columns = 2},
+      {.rule = ScoreRule::kSum, .pool = 5, .pattern_stride = 9, .pattern_columns = 1},
+  }));
+  CAPTURE(h2o::to_string(scoring.rule));
+  Random random(11);
+  for (const int64_t chunk : {1, 3}) {
+    if (chunk > 1 && scoring.rule == ScoreRule::kMisses) continue;
+    // Two ranges of slots, so that several blocks share them too.
+    const Shape shape = {2, 2, 3, 36, 300, 4, 298, at::kFloat};
+    INFO(describe(shape) + ", chunk " + std::to_string(chunk));
+    const KVCache cache = cache_of(random, shape);
+    const Tokens tokens = tokens_of(random, shape);
+    pad(tokens);
+    Options options = {.budget = budget_of(shape), .chunk = chunk, .scoring = scoring};
+    options.score_new = random.tensor({2, 2, 4}, at::kFloat).abs();
+    compare_decode(cache, tokens, options);
+  }
+}
+
+TEST_CASE("evict equals the CPU by every order", "[emulated][evict]") {
+  Random random(12);
+  const Shape shape = {2, 2, 1, 36, 40, 5, 38, at::kFloat};
+  for (const h2o::Scoring& scoring : {h2o::Scoring{.rule = h2o::ScoreRule::kMean},
+                                      h2o::Scoring{.pattern_stride = 5, .pattern_columns = 2}}) {
+    const at::Tensor scores_new = random.tensor({2, 2, 5}, at::kFloat).abs();
+    compare_evict(cache_of(random, shape), tokens_of(random, shape), scores_new,
+                  {.budget = {2, 10, 5}, .scoring = scoring});
   }
 }
 

@@ -184,6 +184,34 @@ def test_tokens_probabilities_and_kept_positions_are_those_of_transformers(
     assert run.of("done")[0]["tokens_kept"] == [8] * model.config.num_hidden_layers
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"score_rule": "decay", "score_decay": 0.9},
+        {"score_rule": "mean"},
+        {"score_rule": "random", "score_seed": 3},
+        {"score_rule": "given", "pattern_stride": 4, "pattern_columns": 1},
+        {"read_slots": 3, "read_page": 2},
+    ],
+)
+def test_other_rules_than_h2os_keep_what_they_keep_in_python(
+    tmp_path: Path, rules: dict[str, Any]
+) -> None:
+    model = tiny_model("llama")
+    prompt = tokens(1, 20)[0].tolist()
+    policy = EvictionPolicy(num_heavy=5, num_recent=3, **rules)
+    file = _policy_file(tmp_path, heavy={"size": 5}, recent={"size": 3}, **rules)
+    run = _run(
+        _saved(model, tmp_path / "model"),
+        [prompt],
+        *("--policy", file, "--prefill", "streaming", "--prefill-chunk", 1),
+        *("--max-new-tokens", _NEW, "--ignore-eos", "--kept"),
+    )
+    chosen, _, kept = _in_python(model, prompt, policy, _NEW, prefill="streaming", prefill_chunk=1)
+    assert run.tokens() == chosen
+    assert run.kept() == kept
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_follow_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
     model = tiny_model("llama")

@@ -181,20 +181,19 @@ def _batches(
     requests: Sequence[Request], batch_tokens: int, vocabulary: int
 ) -> Iterator[list[int]]:
     """Indices of requests, those of like length together."""
-    order = sorted(range(len(requests)), key=lambda index: -requests[index].num_tokens)
     batch: list[int] = []
-    widest = 0
-    for index in order:
-        widest_with = max(widest, len(requests[index].continuation))
-        rows = len(batch) + 1
-        length = requests[batch[0] if batch else index].num_tokens
-        if batch and (
-            rows * length > batch_tokens or rows * widest_with * vocabulary > _MAX_LOGITS
-        ):
-            yield batch
-            batch, widest_with = [], len(requests[index].continuation)
+    first = 0
+    for index in sorted(range(len(requests)), key=lambda index: -requests[index].num_tokens):
+        rows, context = len(batch) + 1, len(requests[index].context)
+        if batch:
+            # The first one is the longest; logits are made from the end of the shortest context on.
+            longest, start = requests[batch[0]].num_tokens, min(first, context)
+            num_logits = rows * (longest - start) * vocabulary
+            if rows * longest > batch_tokens or num_logits > _MAX_LOGITS:
+                yield batch
+                batch = []
+        first = min(first, context) if batch else context
         batch.append(index)
-        widest = widest_with
     if batch:
         yield batch
 

@@ -26,7 +26,7 @@ PREFILLS = ("streamed", "one_shot")
 _FULL = "full"
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Setting:
     """A policy at a budget.
 

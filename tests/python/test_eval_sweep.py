@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from h2o_kv.eval import (
     EvalError,
     Plan,
     TaskSpec,
+    intervals,
     make_task,
     markdown,
     read_results,
@@ -23,6 +25,7 @@ from h2o_kv.eval import (
     settings,
     summarise,
     sweep,
+    text_metrics,
 )
 from h2o_kv.eval.intervals import Interval, bootstrap, wilson
 from h2o_kv.eval.results import ResultFile, key_of
@@ -189,6 +192,13 @@ def test_the_bootstrap_is_that_of_a_mean() -> None:
     assert bootstrap(values) == bootstrap(values)
     with pytest.raises(ValueError, match="at least one"):
         bootstrap([])
+
+
+@pytest.mark.parametrize("module", [intervals, text_metrics])
+def test_the_examples_in_the_documentation_run(module: Any) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def row_of(policy: str, index: int, correct: float, **fields: Any) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def test_dialogues_go_through_the_chat_template(data: Path, template: str | None
         )
     [group] = summarise(rows)
     answers = [row["texts"][-1] for row in rows if row["policy"] == "full"]
-    assert group.points[0].metrics["self_bleu"].mean == pytest.approx(self_bleu(answers))
+    assert group.points[0].together["self_bleu"] == pytest.approx(self_bleu(answers))
     assert f"| {self_bleu(answers):.3f} |" in markdown([group])
 
 

@@ -11,22 +11,36 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
 
 from h2o_kv._C import EvictionPolicy
 from h2o_kv.eval.data import EvalError
 from h2o_kv.hf import H2OCache, enable_alibi
 from h2o_kv.hf.settings import ALIBI_MODELS, ATTENTION_NAME
-from h2o_kv.policies import named
+from h2o_kv.policies import named, rules_of
 
-__all__ = ["PREFILLS", "CacheUse", "Setting", "attention_for", "padded", "settings"]
+__all__ = [
+    "PREFILLS",
+    "CacheUse",
+    "Setting",
+    "attention_for",
+    "padded",
+    "policy_cache",
+    "settings",
+]
 
 PREFILLS = ("streamed", "one_shot")
 """How the tokens of an example join an evicting cache; see `Setting`."""
 
 _FULL = "full"
+# Of H2OCache.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "streamed": {"prefill": "streaming", "prefill_chunk": 1},
+    "one_shot": {"prefill": "one_shot"},
+}
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Setting:
     """A policy at a budget.
 
@@ -51,6 +65,11 @@ class Setting:
         """Whether there is a budget at all."""
         return self.prefill != _FULL
 
+    @property
+    def needs_oracle(self) -> bool:
+        """Whether the policy must know the scores of the full cache."""
+        return self.evicts and named(self.policy).needs_oracle
+
     def slots(self, num_tokens: int) -> int:
         """Slots of an example with so many real tokens: max(1, floor(ratio * num_tokens + 1e-9))."""
         return max(1, math.floor(self.ratio * num_tokens + 1e-9))
@@ -61,6 +80,15 @@ class Setting:
         found = [policy.with_slots(self.slots(number), length=number) for number in num_tokens]
         return [one for one in found if one is not None]
 
+    def alike(self, num_tokens: Sequence[int]) -> list[list[int]]:
+        """Indices of the examples that one batch may hold: their policies differ in counts alone."""
+        if not self.evicts:
+            return [list(range(len(num_tokens)))]
+        groups: dict[str, list[int]] = {}
+        for index, policy in enumerate(self.policies(num_tokens)):
+            groups.setdefault(repr(sorted(rules_of(policy).items())), []).append(index)
+        return list(groups.values())
+
 
 def settings(
     policies: Iterable[str], ratios: Iterable[float], prefills: Iterable[str]
@@ -70,7 +98,8 @@ def settings(
     Raises
     ------
     EvalError
-        There is no such policy or prefill, or a ratio is not in (0, 1].
+        There is no such policy or prefill, a ratio is not in (0, 1], or a policy has none of the
+        prefills.
     """
     ratios, prefills = list(ratios), list(prefills)
     for ratio in ratios:
@@ -82,14 +111,55 @@ def settings(
     found: list[Setting] = []
     for name in policies:
         try:
-            full = named(name).with_slots(1, length=1) is None
+            policy = named(name)
         except ValueError as error:
             raise EvalError(str(error)) from error
-        if full:
+        if policy.with_slots(1, length=1) is None:
             found.insert(0, Setting(name, 1.0, _FULL))
             continue
-        found += [Setting(name, ratio, prefill) for prefill in prefills for ratio in ratios]
+        possible = [
+            prefill for prefill in prefills if _OPTIONS[prefill]["prefill"] in policy.prefills
+        ]
+        if not possible:
+            has = [
+                prefill for prefill in PREFILLS if _OPTIONS[prefill]["prefill"] in policy.prefills
+            ]
+            raise EvalError(
+                f"prefill must have {' or '.join(has)} for the policy {name}, got "
+                f"{', '.join(prefills)}"
+            )
+        found += [Setting(name, ratio, prefill) for prefill in possible for ratio in ratios]
     return list(dict.fromkeys(found))
+
+
+def policy_cache(
+    model: Any, num_tokens: Sequence[int], setting: Setting, **options: Any
+) -> H2OCache | DynamicCache:
+    """An empty cache for rows whose budgets are parts of so many tokens.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    num_tokens : sequence of int
+        Of the whole example of each row.
+    setting : Setting
+    **options
+        Of H2OCache, besides those of the setting; a full cache takes none.
+
+    Raises
+    ------
+    EvalError
+        The policy needs to know the scores of the full cache, and they are not given.
+    """
+    if not setting.evicts:
+        return DynamicCache()
+    policy = named(setting.policy)
+    if policy.needs_oracle and "given_scores" not in options:
+        raise EvalError(
+            f"policy must be one that does not need the whole text beforehand, got {policy.name}"
+        )
+    options = {**_OPTIONS[setting.prefill], **policy.cache_options, **options}
+    return H2OCache(model, setting.policies(num_tokens), **options)
 
 
 @dataclass(frozen=True)

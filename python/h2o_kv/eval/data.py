@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EvalError", "fingerprint", "read_lines", "read_rows", "value"]
+__all__ = ["EvalError", "Row", "fingerprint", "read_rows", "read_text", "value"]
 
 Row = dict[str, Any]
+"""A line of a file."""
 
 
 class EvalError(ValueError):
@@ -25,7 +26,8 @@ def read_rows(file: Path) -> list[Row]:
         The file cannot be read, or a line is no JSON object.
     """
     rows = []
-    for number, line in enumerate(read_lines(file), start=1):
+    # Not str.splitlines: it also breaks at letters that JSON texts may hold.
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -38,8 +40,8 @@ def read_rows(file: Path) -> list[Row]:
     return rows
 
 
-def read_lines(file: Path) -> list[str]:
-    """The lines of a UTF-8 text, without their ends.
+def read_text(file: Path) -> str:
+    """The text of a UTF-8 file.
 
     Raises
     ------
@@ -47,8 +49,7 @@ def read_lines(file: Path) -> list[str]:
         The file cannot be read, or is no UTF-8.
     """
     try:
-        # Not str.splitlines: it also breaks at letters that JSON texts may hold.
-        return file.read_text(encoding="utf-8").split("\n")
+        return file.read_text(encoding="utf-8")
     except OSError as error:
         raise EvalError(f"{file}: {error.strerror}") from error
     except UnicodeError as error:

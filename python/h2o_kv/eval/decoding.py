@@ -12,22 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 
-from h2o_kv.eval.caches import CacheUse, Setting, attention_for, padded
+from h2o_kv.eval.caches import CacheUse, Setting, attention_for, padded, policy_cache
 from h2o_kv.eval.data import EvalError
 from h2o_kv.generation import token_ids
-from h2o_kv.hf import H2OCache, cache_kwarg
+from h2o_kv.hf import cache_kwarg
 
-__all__ = ["Conversation", "end_tokens", "policy_cache"]
-
-
-def policy_cache(model: Any, num_tokens: Sequence[int], setting: Setting) -> Any:
-    """An empty cache for rows whose budgets are parts of so many tokens."""
-    if not setting.evicts:
-        return DynamicCache()
-    prefill = "streaming" if setting.prefill == "streamed" else "one_shot"
-    return H2OCache(model, setting.policies(num_tokens), prefill=prefill, prefill_chunk=1)
+__all__ = ["Conversation", "end_tokens"]
 
 
 def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from h2o_kv.eval.caches import attention_for, settings
+from h2o_kv.eval.caches import attention_for, policy_cache, settings
 from h2o_kv.eval.data import EvalError
-from h2o_kv.eval.decoding import policy_cache
 from h2o_kv.eval.scoring import BATCH_TOKENS, Request, scores
 from h2o_kv.hf import cache_kwarg
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from h2o_kv.eval.caches import CacheUse, Setting
-from h2o_kv.eval.data import EvalError, fingerprint, read_lines
+from h2o_kv.eval.data import EvalError, fingerprint, read_text
 from h2o_kv.eval.scoring import Request, continuation_logits, token_log_probs
 from h2o_kv.eval.tasks import Result, TaskSpec, use_fields
 
@@ -105,7 +105,7 @@ class PerplexityTask:
         self.data = fingerprint(file)
         self._prompt = spec.prompt_tokens
         self._length = spec.prompt_tokens + spec.new_tokens
-        texts = documents("\n".join(read_lines(file)))
+        texts = documents(read_text(file))
         self._segments = list(self._cut(tokenizer, texts))
 
     def __len__(self) -> int:

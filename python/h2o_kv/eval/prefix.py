@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_kv.eval.caches import CacheUse, Setting, attention_for
-from h2o_kv.eval.decoding import Conversation, policy_cache
+from h2o_kv.eval.caches import CacheUse, Setting, attention_for, policy_cache
+from h2o_kv.eval.decoding import Conversation
 from h2o_kv.eval.scoring import Rows, token_log_probs
-from h2o_kv.hf import H2OCache
 
 __all__ = ["Prefix"]
 
@@ -38,16 +37,11 @@ class Prefix:
         self, model: Any, context: Sequence[int], num_tokens: int, longest: int, setting: Setting
     ) -> None:
         self._model, self._setting, self._context = model, setting, list(context)
+        options: dict[str, Any] = {}
         if setting.prefill == "one_shot":
             # Recorded forwards past the prompt are steps, one token after the other.
-            self._cache: Any = H2OCache(
-                model,
-                setting.policies([num_tokens]),
-                prompt_length=len(context) - 1,
-                max_rollback=longest,
-            )
-        else:
-            self._cache = policy_cache(model, [num_tokens], setting)
+            options = {"prompt_length": len(context) - 1, "max_rollback": longest}
+        self._cache: Any = policy_cache(model, [num_tokens], setting, **options)
         with attention_for(model, setting):
             Rows(model, self._cache).forward([self._context[:-1]], 1)
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_kv.eval.caches import CacheUse, Setting, attention_for, padded
+from h2o_kv._C import EvictionPolicy
+from h2o_kv.eval.caches import CacheUse, Setting, attention_for, padded, policy_cache
 from h2o_kv.eval.data import EvalError
 from h2o_kv.hf import H2OCache, cache_kwarg
 
@@ -169,32 +170,35 @@ def continuation_logits(
                 f"request {index} must fit the model's context of {context} tokens, got "
                 f"{request.num_tokens - 1}"
             )
-    for batch in _batches(requests, batch_tokens, model.config.vocab_size):
-        chosen = [requests[index] for index in batch]
-        with attention_for(model, setting):
-            run = _one_shot if setting.prefill == "one_shot" else _at_once
-            logits, uses = run(model, chosen, setting)
-        yield from zip(batch, logits, uses, strict=True)
+    for group in setting.alike([request.num_tokens for request in requests]):
+        alike = [requests[index] for index in group]
+        # Scores that are given are those of one text.
+        most = 1 if setting.needs_oracle else len(alike)
+        for batch in _batches(alike, batch_tokens, model.config.vocab_size, most):
+            chosen = [alike[index] for index in batch]
+            with attention_for(model, setting):
+                run = _one_shot if setting.prefill == "one_shot" else _at_once
+                logits, uses = run(model, chosen, setting)
+            yield from zip((group[index] for index in batch), logits, uses, strict=True)
 
 
 def _batches(
-    requests: Sequence[Request], batch_tokens: int, vocabulary: int
+    requests: Sequence[Request], batch_tokens: int, vocabulary: int, most: int
 ) -> Iterator[list[int]]:
-    """Indices of requests, those of like length together."""
-    order = sorted(range(len(requests)), key=lambda index: -requests[index].num_tokens)
+    """Indices of requests, those of like length together, at most so many in a batch."""
     batch: list[int] = []
-    widest = 0
-    for index in order:
-        widest_with = max(widest, len(requests[index].continuation))
-        rows = len(batch) + 1
-        length = requests[batch[0] if batch else index].num_tokens
-        if batch and (
-            rows * length > batch_tokens or rows * widest_with * vocabulary > _MAX_LOGITS
-        ):
-            yield batch
-            batch, widest_with = [], len(requests[index].continuation)
+    first = 0
+    for index in sorted(range(len(requests)), key=lambda index: -requests[index].num_tokens):
+        rows, context = len(batch) + 1, len(requests[index].context)
+        if batch:
+            # The first one is the longest; logits are made from the end of the shortest context on.
+            longest, start = requests[batch[0]].num_tokens, min(first, context)
+            num_logits = rows * (longest - start) * vocabulary
+            if rows > most or rows * longest > batch_tokens or num_logits > _MAX_LOGITS:
+                yield batch
+                batch = []
+        first = min(first, context) if batch else context
         batch.append(index)
-        widest = widest_with
     if batch:
         yield batch
 
@@ -207,8 +211,8 @@ def _at_once(
     first = min(len(request.context) for request in requests) - 1
     keep = max(map(len, rows)) - first
     if setting.evicts:
-        policies = setting.policies(request.num_tokens for request in requests)
-        cache = H2OCache(model, policies, prefill="streaming", prefill_chunk=1)
+        sizes = [request.num_tokens for request in requests]
+        cache = policy_cache(model, sizes, setting, **_oracle(model, rows, setting))
         logits = Rows(model, cache).forward(rows, keep, side="right")
         uses = CacheUse.of(cache)
     else:
@@ -227,12 +231,15 @@ def _one_shot(
     """The same, with the contexts in one forward and what follows them step by step in another."""
     rest = [request.continuation[:-1] for request in requests]
     longest = max(map(len, rest))
-    cache = H2OCache(
+    rows_of = [[*request.context, *request.continuation][:-1] for request in requests]
+    cache = policy_cache(
         model,
-        setting.policies(request.num_tokens for request in requests),
+        [request.num_tokens for request in requests],
+        setting,
         prompt_length=[len(request.context) for request in requests],
         # A recorded forward past the prompt is a step for each of its tokens.
         max_rollback=max(1, longest),
+        **_oracle(model, rows_of, setting),
     )
     rows = Rows(model, cache)
     first = rows.forward([request.context for request in requests], 1)
@@ -244,6 +251,23 @@ def _one_shot(
             for one, more, tokens in zip(first, later, rest, strict=True)
         ]
     return found, CacheUse.of(cache)
+
+
+def _oracle(model: Any, rows: Sequence[Sequence[int]], setting: Setting) -> dict[str, Any]:
+    """Scores that the full cache gives to one text in all, for a policy that is to know them."""
+    if not setting.needs_oracle:
+        return {}
+    [row] = rows
+    whole = H2OCache(model, EvictionPolicy(num_heavy=len(row), num_recent=0))
+    Rows(model, whole).forward(rows, 1)
+    given = []
+    for layer in whole.layers:
+        assert layer.positions is not None
+        assert layer.scores is not None
+        # Nothing has left, so that ranks are positions.
+        order = layer.positions[0].argsort(-1)
+        given.append(layer.scores[0].gather(-1, order)[:, -len(row) :])
+    return {"given_scores": given}
 
 
 class Rows:

@@ -36,6 +36,8 @@ class Point:
         Means over the examples.
     differences : dict of str to Interval
         Means of (this setting - full cache), over the examples that both have; none without a full run.
+    together : dict of str to float
+        Of all examples at once, which none can be left out of or drawn twice for an interval.
     seen, kept : float, tokens
         Means over the texts that were run.
     nothing_evicted : int
@@ -48,6 +50,7 @@ class Point:
     examples: int
     metrics: dict[str, Interval]
     differences: dict[str, Interval]
+    together: dict[str, float]
     seen: float
     kept: float
     nothing_evicted: int
@@ -116,7 +119,7 @@ def _point(
     policy: str, ratio: float, prefill: str, rows: dict[int, Row], full: dict[int, Row]
 ) -> Point:
     names = list(next(iter(rows.values()))["metrics"])
-    metrics, differences = {}, {}
+    metrics, differences, together = {}, {}, {}
     for name in names:
         metrics[name] = _interval(name, [row["metrics"][name] for row in rows.values()])
         pairs = [
@@ -128,8 +131,7 @@ def _point(
             differences[name] = bootstrap(pairs)
     answers = [row["texts"][-1] for row in rows.values() if "texts" in row]
     if "distinct_2" in metrics and len(answers) > 1:
-        # Of all texts together, so that none can be left out or drawn twice for an interval.
-        metrics["self_bleu"] = Interval(self_bleu(answers), math.nan, math.nan)
+        together["self_bleu"] = self_bleu(answers)
     texts = [
         (seen, kept)
         for row in rows.values()
@@ -142,6 +144,7 @@ def _point(
         examples=len(rows),
         metrics=metrics,
         differences=differences,
+        together=together,
         seen=sum(seen for seen, _ in texts) / len(texts),
         kept=sum(kept for _, kept in texts) / len(texts),
         nothing_evicted=sum(row["nothing_evicted"] for row in rows.values()),
@@ -163,8 +166,8 @@ def markdown(groups: Sequence[Group]) -> str:
         compared = {name for point in group.points for name in point.differences}
         for name in names:
             head += [name, f"{name} - full"] if name in compared else [name]
-        if "nll" in names:
-            head.append("perplexity")
+        head += ["perplexity"] if "nll" in names else []
+        head += list(group.points[0].together)
         lines = [head, ["---"] * 3 + ["---:"] * (len(head) - 3)]
         lines += [_cells(point, names, compared) for point in group.points]
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -193,12 +196,12 @@ def _cells(point: Point, names: Sequence[str], compared: Container[str]) -> list
             cells.append("" if difference is None else _shown(difference, "+"))
     if "nll" in names:
         cells.append(_shown(Interval(*(math.exp(end) for end in point.metrics["nll"]))))
-    return cells
+    return cells + [f"{value:.3f}" for value in point.together.values()]
 
 
 def _shown(interval: Interval, sign: str = "") -> str:
     mean, low, high = (f"{value:{sign}.3f}" for value in interval)
-    return mean if math.isnan(interval.low) else f"{mean} [{low}, {high}]"
+    return f"{mean} [{low}, {high}]"
 
 
 def plot(groups: Sequence[Group], file: Path) -> None:

@@ -167,6 +167,7 @@ def _lines(plan: Plan, task: Task, job: _Job, model: Any) -> Iterator[dict[str, 
         yield {
             **_names(plan, task, setting, index),
             "prompt_format": task.prompt_format,
+            "seed": job.spec.seed,
             "h2o_kv": h2o_kv.__version__,
             **fields,
         }

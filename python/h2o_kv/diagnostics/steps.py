@@ -7,11 +7,10 @@ on copies with room for everybody: it attends and scores alike, and nobody leave
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,8 @@ class Victim:
     position : int
         Of the token that left.
     score : float
-        Its accumulated score, this step's attention included.
+        Its accumulated score, this step's attention included; by another rule than H2O's, what is
+        compared.
     margin : float
         Lowest score among those that stayed and were not protected (sinks, recent tokens), less
         `score`. inf where nobody else could have left: then no score had a say.
@@ -73,7 +73,7 @@ class ObservedStep:
     positions : Tensor, int32, [num_kv_heads, candidates]
         Candidates by slot, -1 = empty.
     scores : Tensor, dtype of the cache's scores, [num_kv_heads, candidates]
-        After attention, before anybody leaves.
+        After attention, before anybody leaves: what is compared, which by H2O's rule is the score.
     evicted : Tensor, int32, [num_kv_heads, num_new]
         Positions that left, in order; -1 = none.
     """
@@ -99,7 +99,9 @@ class ObservedStep:
             lowest = float(rivals.min()) if len(rivals) else math.inf
             for position in leavers:
                 score = float(scores[positions == position])
-                found.append(Victim(self.step, self.layer, head, position, score, lowest - score))
+                # Two of a pattern are both infinite, and equal.
+                margin = 0.0 if score == lowest else lowest - score
+                found.append(Victim(self.step, self.layer, head, position, score, margin))
         return found
 
 
@@ -140,55 +142,85 @@ def _attend(
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     first, num_new = layer.columns_seen, key.shape[2]
-    positions, scores = _scored(layer, query, key, scale, alibi_slopes)
+    room = _room(layer, key)
     output = H2OLayer.attend(layer, query, key, value, attention_mask, scale, alibi_slopes)
     assert layer.last_evicted is not None
+    budget = layer.budget_in_force(0)
+    _score(layer, room, budget, (query, key, value), first, scale, alibi_slopes)
+    scores, positions = room[2:]
+    step = first + num_new - 1
     on_step(
         ObservedStep(
             layer=layer.layer_idx,
-            step=first + num_new - 1,
-            budget=layer.budget_in_force(0),
+            step=step,
+            budget=budget,
             positions=positions[0].cpu(),
-            scores=scores[0].cpu(),
+            scores=_compared(layer, scores[0], positions[0], step).cpu(),
             evicted=layer.last_evicted[0].cpu(),
         )
     )
     return output
 
 
-def _scored(layer: H2OLayer, query: Tensor, key: Tensor, scale: Any, slopes: Any) -> Any:
-    """Positions and scores [1, num_kv_heads, candidates] after attention, nobody having left."""
+def _room(layer: H2OLayer, key: Tensor) -> list[Tensor]:
+    """Copies of keys, values, scores and positions of a layer, with room for the new tokens too."""
     dtype = layer.settings.dtype or key.dtype
     batch, num_kv_heads, num_new, head_dim = key.shape
     room = (batch, num_kv_heads, num_new)
-    keys = key.new_zeros(*room, head_dim, dtype=dtype)
-    score_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    scores = key.new_zeros(room, dtype=score_dtype)
-    positions = torch.full(room, -1, dtype=torch.int32, device=key.device)
-    first = layer.columns_seen
-    if first > 0:
-        assert layer.keys is not None
-        assert layer.scores is not None
-        assert layer.positions is not None
-        keys = torch.cat([layer.keys, keys], 2)
-        scores = torch.cat([layer.scores, scores], 2)
-        positions = torch.cat([layer.positions, positions], 2)
-    new_key = key.to(dtype)
+    new = [
+        key.new_zeros(*room, head_dim, dtype=dtype),
+        key.new_zeros(*room, head_dim, dtype=dtype),
+        key.new_zeros(room, dtype=torch.float64 if dtype == torch.float64 else torch.float32),
+        torch.full(room, -1, dtype=torch.int32, device=key.device),
+    ]
+    if layer.columns_seen == 0:
+        return new
+    state = (layer.keys, layer.values, layer.scores, layer.positions)
+    return [
+        torch.cat([old, more], 2) for old, more in zip(state, new, strict=True) if old is not None
+    ]
+
+
+def _score(
+    layer: H2OLayer,
+    room: Sequence[Tensor],
+    budget: Budget,
+    new: tuple[Tensor, Tensor, Tensor],
+    first: int,
+    scale: float | None,
+    slopes: Tensor | None,
+) -> None:
+    """Let the new tokens join in `room`, where nobody leaves."""
+    dtype, capacity = room[0].dtype, room[0].shape[2]
+    query, key, value = (tensor.to(dtype) for tensor in new)
+    num_new = key.shape[2]
+    position = torch.arange(first, first + num_new, dtype=torch.int32, device=key.device)[None]
+    recent = min(budget.num_recent, capacity)
     torch.ops.h2o.h2o_attention_decode(
-        query.to(dtype),
-        keys,
-        torch.zeros_like(keys),
-        scores,
-        positions,
-        new_key,
-        torch.zeros_like(new_key),
-        torch.arange(first, first + num_new, dtype=torch.int32, device=key.device)[None],
+        query,
+        *room,
+        key,
+        value,
+        position,
         0,
-        keys.shape[2],
-        0,
-        gqa_reduce=layer.settings.policy.gqa_reduce,
+        capacity - recent,
+        recent,
         scale=scale,
         chunk=num_new,
         alibi_slopes=slopes,
+        **layer.scoring,
+        **layer.given_scores(position),
     )
-    return positions, scores
+
+
+def _compared(layer: H2OLayer, scores: Tensor, positions: Tensor, newest: int) -> Tensor:
+    """What the order of eviction compares; scores and positions are [num_kv_heads, candidates]."""
+    rules = layer.scoring
+    if rules.get("score_rule") == "mean":
+        scores = scores / (newest - positions + 1)
+    stride = rules.get("pattern_stride", 0)
+    if stride > 0:
+        scores = scores.masked_fill(
+            positions % stride >= stride - rules["pattern_columns"], math.inf
+        )
+    return scores

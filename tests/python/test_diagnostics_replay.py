@@ -271,7 +271,14 @@ def reference_victims(calls: Sequence[Call], of: CacheSpec, layer: int) -> list[
             # The reference's margin is that of the last one who leaves.
             lowest = scores[step.victims[-1]] + step.margin if step.victims else math.inf
             found += [
-                Victim(seen - 1, layer, step.head, v, scores[v], lowest - scores[v])
+                Victim(
+                    seen - 1,
+                    layer,
+                    step.head,
+                    v,
+                    scores[v],
+                    0.0 if scores[v] == lowest else lowest - scores[v],
+                )
                 for v in step.victims
             ]
     return found

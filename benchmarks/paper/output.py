@@ -13,7 +13,7 @@ from common import commit, machine_line
 from report import load_pyplot
 
 from h2o_kv.models import EMBEDDED_MODEL
-from paper.configs import PaperValue, Table
+from paper.configs import PaperValue, Table, Variant
 
 Names = Mapping[str, Any]
 Result = dict[str, Any]
@@ -88,19 +88,25 @@ def _plain(value: PaperValue) -> dict[str, Any]:
     return value.model_dump(exclude={"of"})
 
 
-def document(run: Run, settings: Names, results: Sequence[Result], **others: Any) -> dict[str, Any]:
-    """Everything that results.json has."""
+def document(
+    run: Run, variant: Variant, settings: Names, results: Sequence[Result]
+) -> dict[str, Any]:
+    """Everything that results.json has; `settings` are those beside models, dtype and device."""
+    common = {
+        "models": ", ".join(model_name(model) for model in variant.models),
+        "dtype": variant.dtype,
+        "device": variant.device,
+    }
     return {
         "table": run.name,
         "title": run.table.title,
         "variant": run.variant,
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
-        "machine": machine_line(getattr(run.table.variants, run.variant).device),
+        "machine": machine_line(variant.device),
         "commit": commit(),
-        "settings": dict(settings),
+        "settings": {**common, **settings},
         "notes": list(run.table.notes),
         "results": list(results),
-        **others,
     }
 
 

@@ -91,14 +91,11 @@ def run_table(run: Run, table: QualityTable, variant: QualityVariant) -> str:
         results += losses(results, table.one_sided)
     results = beside(results, table.paper_values)
     about = {
-        "models": ", ".join(model_name(model) for model in variant.models),
-        "dtype": variant.dtype,
-        "device": variant.device,
         "policies": ", ".join(variant.policies),
         "slots": ", ".join(f"{ratio:.4g}" for ratio in variant.ratios) + " of an example",
         "prefill": ", ".join(variant.prefills),
     }
-    found = document(run, about, results)
+    found = document(run, variant, about, results)
 
     def draw(file: Path) -> None:
         if len(variant.ratios) > 1:

@@ -79,11 +79,9 @@ def run_table(run: Run, table: SparsityTable, variant: SparsityVariant) -> str:
             results.append(result(of, fmean(shares), "%", by_layer=shares))
     results = beside(results, table.paper_values)
     about = {
-        "models": ", ".join(model_name(model) for model in variant.models),
-        "dtype": variant.dtype,
         "text": f"first {variant.tokens:,} tokens of {variant.text}",
     }
-    found = document(run, about, results)
+    found = document(run, variant, about, results)
     return write(run, found, markdown(results), lambda file: draw(file, table, layers, results))
 
 

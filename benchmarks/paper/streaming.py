@@ -61,14 +61,11 @@ def run_table(run: Run, table: StreamingTable, variant: StreamingVariant) -> str
         results += [own for stream in streams for own in of_stream(model_name(source), stream)]
     results = beside(results, table.paper_values)
     about = {
-        "models": ", ".join(model_name(model) for model in variant.models),
-        "dtype": variant.dtype,
-        "device": variant.device,
         "texts": ", ".join(variant.texts),
         "slots": f"{variant.budget:,}, {variant.sinks} of them sinks; H2O: half of the others heavy",
         "forwards": f"of {variant.block} tokens of which {variant.chunk} join together",
     }
-    found = document(run, about, results)
+    found = document(run, variant, about, results)
     return write(
         run,
         found,

@@ -111,16 +111,13 @@ def run_table(run: Run, table: ThroughputTable, variant: ThroughputVariant) -> s
         del model
     results = beside(results, table.paper_values)
     about = {
-        "models": ", ".join(model_name(model) for model in variant.models),
-        "dtype": variant.dtype,
-        "device": variant.device,
         "prompts": variant.texts or "pieces of one text, all of full length",
         "H2O": f"slots {variant.ratio:.4g} of prompt and new tokens, half heavy, one-shot prefill",
         "memory": f"{memory:,} bytes",
         "largest batch tried": variant.max_batch,
         "rounds": variant.repeats,
     }
-    found = document(run, about, results)
+    found = document(run, variant, about, results)
     return write(
         run,
         found,

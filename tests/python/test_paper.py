@@ -595,6 +595,26 @@ def test_a_table_that_needs_what_there_is_not(
     assert not (tmp_path / "out").exists()
 
 
+def test_all_tables_that_can_be_run(
+    run: Callable[..., int],
+    load: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ran: list[str] = []
+
+    def run_one(name: str, *_: Any) -> str:
+        ran.append(name)
+        return f"# {name}"
+
+    monkeypatch.setattr(load("reproduce"), "run_one", run_one)
+    assert run("all") == 0
+    assert ran == [name for name in NAMES if name != "table6"]
+    captured = capsys.readouterr()
+    assert captured.out == "".join(f"# {name}\n" for name in ran)
+    assert captured.err.startswith("reproduce: table6 needs quantised caches")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -16,11 +16,10 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import ModelShape
+from common import ModelShape, peak_growth
 from op_cases import DTYPES, ERROR_LIMIT, ReferenceStep, check_close
 from peers import causal_sdpa, eager_prefill
 from report import (
@@ -134,20 +133,13 @@ class PrefillCase:
         expected.check(f"{name}, eager", dtype, keep, scores, output)
 
 
-def _mib(field: str) -> float:
-    """A size of this process, as Linux counts it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) / 1024
-
-
 def _extra_memory(shape: ModelShape, batch: int, tokens: int, dtype: torch.dtype) -> float:
     """Peak resident memory of a selection over what was resident before it, MiB."""
     PrefillCase(shape, 1, 64, dtype).select()  # whatever is set up at the first call
     case = PrefillCase(shape, batch, tokens, dtype)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    before = _mib("VmRSS")
-    case.select()
-    return _mib("VmHWM") - before
+    with peak_growth() as growth:
+        case.select()
+        return growth() / 2**20
 
 
 def extra_memory(*args: Any) -> float:

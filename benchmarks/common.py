@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
@@ -10,7 +11,8 @@ import random
 import resource
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -311,6 +313,38 @@ def resident_mib() -> float:
     """Resident memory of this process now, in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
+
+
+@contextmanager
+def peak_growth(device: str | torch.device = "cpu") -> Iterator[Callable[[], int]]:
+    """Gives how much more memory than at its start was in use at once inside the `with`.
+
+    On CUDA what PyTorch allocated, else resident memory of this process, as Linux counts it. What the
+    allocator of C has kept of freed memory is given back first, so that it counts when used again.
+
+    Yields
+    ------
+    callable
+        The bytes so far.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
+        yield lambda: torch.cuda.max_memory_allocated(device) - start
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    start = _status_bytes("VmRSS")
+    yield lambda: max(0, _status_bytes("VmHWM") - start)
+
+
+def _status_bytes(field: str) -> int:
+    """A size of this process, as Linux counts it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
 
 
 def read_text(file: Path | None) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from common import commit, machine_line, read_text
-from report import RESULTS, load_pyplot
+from report import RESULTS, load_pyplot, markdown_table
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -284,12 +284,6 @@ def plain(value: Any) -> Any:
 # ---- The report.
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown whose first column is text."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
 def of_layers(results: dict[str, Any]) -> dict[str, list[float]]:
     """One number a layer, by what it is: means over heads where nothing else is said."""
     layers: list[dict[str, Any]] = results["layers"]
@@ -361,16 +355,16 @@ def markdown(results: dict[str, Any]) -> str:
         f"{results['text']}; caches of {results['slots']:,} slots, streaming from token 0 one by one.\n"
         f"{results['machine']}; commit {results['commit']}.\n\n"
         "## The full cache, by layer\n\n"
-        f"{table(['', 'mean over layers', 'lowest (layer)', 'highest (layer)'], rows)}\n"
+        f"{markdown_table(['', 'mean over layers', 'lowest (layer)', 'highest (layer)'], rows)}\n"
         f"The paper, of OPT on WikiText-103: sparsity above {CLAIMED_SPARSITY:.0%}, about "
         f"{CLAIMED_TOP_SHARE:.0%} of the mass on {TOP:.0%} of the tokens.\n\n"
         "## Kept attention, 1 - m_drop, over layers, heads and steps with a full cache\n\n"
         f"The full cache's NLL is {results['full_nll']:.3f}.\n\n"
     )
     head = ["", "NLL", "KL to full", "kept, mean", "P5", "P1", "lowest"]
-    report += table(head, dropped)
+    report += markdown_table(head, dropped)
     report += "\nSteps by their mean m_drop, in quarters: mean m_drop and mean KL.\n\n"
-    report += table(
+    report += markdown_table(
         ["", "least", "", "", "most"],
         [
             [name, *(f"{q['dropped']:.3f}: {q['kl']:.4f}" for q in policy["kl_by_dropped"])]
@@ -393,7 +387,7 @@ def markdown(results: dict[str, Any]) -> str:
                 ]
             )
     head = ["", "promotion rate", "tokens x heads", "stayed", "median life of those that left"]
-    report += table([*head, "mean life so far, all"], lines)
+    report += markdown_table([*head, "mean life so far, all"], lines)
     return report
 
 
@@ -418,12 +412,17 @@ def plot(results: dict[str, Any], out: Path) -> bool:
     return True
 
 
-def draw_attention(pyplot: Any, results: dict[str, Any]) -> Any:
-    """Sparsity, mass of the top tokens and overlap of heads, by layer."""
+def draw_attention(
+    pyplot: Any,
+    results: dict[str, Any],
+    sparsity: float = CLAIMED_SPARSITY,
+    top_share: float = CLAIMED_TOP_SHARE,
+) -> Any:
+    """Sparsity, mass of the top tokens and overlap of heads, by layer, beside what is claimed."""
     layers = of_layers(results)
     figure, axes = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
     panels = (
-        (("sparsity", "sparsity, whole square"), CLAIMED_SPARSITY, "paper: > 95 %"),
+        (("sparsity", "sparsity, whole square"), sparsity, f"paper: > {sparsity:.0%}"),
         (
             (
                 "mass of the top 20 % tokens",
@@ -431,8 +430,8 @@ def draw_attention(pyplot: Any, results: dict[str, Any]) -> Any:
                 "P5 of that over rows",
                 "mass of the first 4 tokens",
             ),
-            CLAIMED_TOP_SHARE,
-            "paper: about 90 %",
+            top_share,
+            f"paper: about {top_share:.0%}",
         ),
         (
             ("overlap of heads, mean", "overlap of heads, worst pair", "Jaccard of heads, mean"),

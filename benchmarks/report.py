@@ -45,6 +45,14 @@ _MORE_COLOURS = ("#d62728", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b")
 NOTE = "x: how many times as long as h2o the other takes, median of the rounds (p10-p90)."
 
 
+def markdown_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1
+) -> str:
+    """A table of Markdown whose first columns are text, and the others numbers."""
+    lines = [head, ["---"] * text_columns + ["---:"] * (len(head) - text_columns), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
 # --- options ------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,9 @@ def main() -> int:
         model, tokenizer = load_model(args.model, dtype=args.dtype)
         text = "\n\n".join(read_text(file) for file in args.text or [None])
         ids = torch.tensor(tokenizer(text)["input_ids"])
-        streams = make_streams(model, args)
+        streams = make_streams(
+            model, args.caches, budget=args.budget, sinks=args.sinks, chunk=args.chunk
+        )
     except (ModelLoadError, ValueError, OSError) as error:
         sys.stderr.write(f"stream_book: {error}\n")
         return 2
@@ -125,7 +128,6 @@ def main() -> int:
         "commit": commit(),
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
     with (
         (args.out / "results.jsonl").open("w", encoding="utf-8") as lines,
         Progress(
@@ -138,21 +140,23 @@ def main() -> int:
         ) as progress,
     ):
         task = progress.add_task("stream", total=tokens)
-        for start in range(0, tokens, args.block):
-            end = min(start + args.block, tokens)
-            for stream in streams:
-                if stream.alive:
-                    stream.feed(model, ids[start:end], ids[start + 1 : end + 1])
-            progress.update(task, completed=end)
-            if end // args.every > start // args.every:
-                for stream in [s for s in streams if s.alive]:
-                    row = stream.close_stretch(args.every)
-                    print(json.dumps(row), file=lines, flush=True)
-                    screen.print(
-                        f"{row['tokens']:>9,} {stream.name:14} perplexity {row['perplexity']:10.2f}"
-                    )
-            if time.perf_counter() - began > 60 * args.minutes:
-                break
+
+        def on_row(row: dict[str, Any]) -> None:
+            print(json.dumps(row), file=lines, flush=True)
+            screen.print(
+                f"{row['tokens']:>9,} {row['cache']:14} perplexity {row['perplexity']:10.2f}"
+            )
+
+        run_streams(
+            model,
+            ids[: tokens + 1],
+            streams,
+            block=args.block,
+            every=args.every,
+            minutes=args.minutes,
+            on_block=lambda done: progress.update(task, completed=done),
+            on_row=on_row,
+        )
     report = markdown(setting, streams, args)
     (args.out / "results.md").write_text(report, encoding="utf-8")
     plot(streams, args.out / "perplexity.png")
@@ -160,23 +164,64 @@ def main() -> int:
     return 0
 
 
-def make_streams(model: Any, args: argparse.Namespace) -> list[Stream]:
-    """The three caches."""
+def run_streams(
+    model: Any,
+    ids: torch.Tensor,
+    streams: Sequence[Stream],
+    *,
+    block: int,
+    every: int,
+    minutes: float = math.inf,
+    on_block: Callable[[int], object] = lambda done: None,
+    on_row: Callable[[dict[str, Any]], object] = lambda row: None,
+) -> None:
+    """Feed all tokens of a text but the last to caches that take turns, block after block.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    ids : Tensor, int64, [tokens]
+    streams : sequence of Stream
+    block, every : int
+        Tokens of a forward, and between two results: a multiple of it.
+    minutes : float
+        Stop after so many.
+    on_block, on_row : callable
+        Called with the tokens so far, and with each result.
+    """
+    began = time.perf_counter()
+    for start in range(0, len(ids) - 1, block):
+        end = min(start + block, len(ids) - 1)
+        for stream in streams:
+            if stream.alive:
+                stream.feed(model, ids[start:end], ids[start + 1 : end + 1])
+        on_block(end)
+        if end // every > start // every:
+            for stream in [s for s in streams if s.alive]:
+                on_row(stream.close_stretch(every))
+        if time.perf_counter() - began > 60 * minutes:
+            return
+
+
+def make_streams(
+    model: Any, names: Sequence[str], *, budget: int, sinks: int, chunk: int
+) -> list[Stream]:
+    """The caches of these names, each of `budget` tokens, `sinks` of them sinks."""
     options: dict[str, Any] = {
         "prefill": "streaming",
-        "prefill_chunk": args.chunk,
+        "prefill_chunk": chunk,
         "positions": "rolling",
     }
-    window = args.budget - args.sinks
+    window = budget - sinks
     heavy = window // 2
     policies = {
-        "streaming_llm": EvictionPolicy(num_sink=args.sinks, num_heavy=0, num_recent=window),
-        "h2o": EvictionPolicy(num_sink=args.sinks, num_heavy=heavy, num_recent=window - heavy),
+        "streaming_llm": EvictionPolicy(num_sink=sinks, num_heavy=0, num_recent=window),
+        "h2o": EvictionPolicy(num_sink=sinks, num_heavy=heavy, num_recent=window - heavy),
     }
     caches: dict[str, Any] = {"full": DynamicCache()}
     for name, policy in policies.items():
         caches[name] = H2OCache(model, policy, **options)
-    return [Stream(name, caches[name]) for name in args.caches]
+    return [Stream(name, caches[name]) for name in names]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -265,6 +310,13 @@ def plot(streams: list[Stream], file: Path) -> None:
     pyplot = load_pyplot()
     if pyplot is None:
         return
+    figure = draw(pyplot, streams)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def draw(pyplot: Any, streams: Sequence[Stream]) -> Any:
+    """Perplexity of each stretch by tokens."""
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     for stream in streams:
         axes.plot(
@@ -276,8 +328,7 @@ def plot(streams: list[Stream], file: Path) -> None:
         )
     axes.set(xlabel="tokens of the text", ylabel="perplexity of the last stretch", yscale="log")
     axes.legend()
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+    return figure
 
 
 if __name__ == "__main__":

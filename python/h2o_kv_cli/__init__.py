@@ -41,6 +41,7 @@ _COMMANDS = {
     "tokenize": ("h2o_kv_cli.tokenize", "turn text into token ids for a C++ program"),
     "detokenize": ("h2o_kv_cli.detokenize", "turn a C++ program's token ids into text"),
     "eval": ("h2o_kv.cli.eval", "compare the quality of policies on local data"),
+    "report": ("h2o_kv_cli.report", "join result folders into one HTML page"),
     "explain": ("h2o_kv.cli.explain", "say whether an answer's evidence was evicted, and why"),
     "trace": ("h2o_kv.cli.trace", "show a worked case of the algorithm step by step"),
     "info": ("h2o_kv.cli.info", "show versions, devices and what was built"),

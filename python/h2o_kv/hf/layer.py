@@ -78,6 +78,8 @@ class H2OLayer(RollbackMemory):
         left since a budget moved; after a budget was set, those that left at once.
     journal : Journal or None
         What `crop` can take back, while forwards are recorded.
+    scoring : dict
+        How h2o_attention_decode scores and reads here: `gqa_reduce`, and rules other than H2O's.
     """
 
     is_sliding = False
@@ -85,9 +87,9 @@ class H2OLayer(RollbackMemory):
     def __init__(self, settings: Settings, progress: Progress, layer_idx: int) -> None:
         super().__init__(settings, progress, layer_idx)
         self._known_config = settings.config
-        self._scoring = {"gqa_reduce": settings.policy.gqa_reduce, **rules_of(settings.policy)}
+        self.scoring = {"gqa_reduce": settings.policy.gqa_reduce, **rules_of(settings.policy)}
         if settings.policy.score_rule == "random":
-            self._scoring["score_seed"] = settings.policy.layer_seed(layer_idx)
+            self.scoring["score_seed"] = settings.policy.layer_seed(layer_idx)
 
     def __repr__(self) -> str:
         return f"H2OLayer(layer_idx={self.layer_idx}, capacity={self.capacity})"
@@ -238,10 +240,10 @@ class H2OLayer(RollbackMemory):
             chunk=chunk,
             alibi_slopes=self._alibi_slopes,
             row_budget=self.row_budget,
-            **self._scoring,
+            **self.scoring,
             **into,
             **self._angles(new, chunk),
-            **self._given_scores(new.position),
+            **self.given_scores(new.position),
         )
         output: Tensor
         if atomic:
@@ -254,8 +256,8 @@ class H2OLayer(RollbackMemory):
         self.tokens_seen.add_(new.added)
         return output
 
-    def _given_scores(self, position: Tensor) -> dict[str, Tensor]:
-        """Scores that new tokens come with, of their positions [batch, num_new]."""
+    def given_scores(self, position: Tensor) -> dict[str, Tensor]:
+        """`score_new` of h2o_attention_decode for new tokens at positions [batch, num_new], if any."""
         if self.settings.given_scores is None:
             return {}
         assert self.scores is not None

@@ -24,6 +24,7 @@ from h2o_kv.diagnostics.texts import decode
 from h2o_kv.diagnostics.verdict import Answers, SpanFacts, overall, span_state, span_verdict
 from h2o_kv.generation import CacheSpec
 from h2o_kv.hf import cache_kwarg
+from h2o_kv.policies import named, rules_of
 from hf_models import set_attention, tiny_model, tokens
 from model_files import TEXT, save_tiny_model, tiny_tokenizer
 
@@ -414,7 +415,10 @@ def _last_error(options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     [
         ([], "--policy or --config must be given, got neither"),
         (["--slots", "4"], "--policy or --config must be given, got neither"),
-        (["--policy", "full"], "argument --policy: invalid choice: 'full' .*"),
+        *(
+            (["--policy", name], f"argument --policy: invalid choice: '{re.escape(name)}' .*")
+            for name in ("full", "oracle", "streaming-rolling", "top-k", "quest", "h2o+quest")
+        ),
         (["--policy", "h2o", "--slots", "0"], "--slots must be >= 1, got 0"),
         (["--policy", "h2o", "--ratio", "1.5"], "--ratio must be > 0 and <= 1, got 1.5"),
         (["--policy", "h2o", "--ratio", "0.1", "--slots", "3"], "argument --slots: not allowed .*"),
@@ -467,6 +471,47 @@ def test_wrong_evidence_is_one_line(
 ) -> None:
     line = error_line(arguments(folder, "--policy", "h2o", *options), capsys)
     assert_matches(f"h2o-kv explain: {message}", line)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["scissorhands"], "--prefill must be streaming with --policy scissorhands, got one_shot"),
+        (
+            ["scissorhands", "--prefill", "streaming"],
+            "--prefill-chunk must be 1 with --policy scissorhands, got 64",
+        ),
+        (
+            ["snapkv", "--prefill", "streaming"],
+            "--prefill must be one_shot with --policy snapkv, got streaming",
+        ),
+    ],
+)
+def test_a_prefill_that_a_policy_does_not_have_is_one_line(
+    options: list[str], message: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = arguments(folder, "--evidence", EVIDENCE, "--policy", *options)
+    assert error_line(options, capsys) == f"h2o-kv explain: {message}"
+
+
+@pytest.mark.parametrize("name", ["strided", "fixed+h2", "mean"])
+def test_a_policy_of_a_pattern_or_with_another_order(
+    name: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = arguments(folder, "--evidence", EVIDENCE, "--policy", name, "--slots", "9", "--json")
+    assert main(options) == 0
+    report = json.loads(capsys.readouterr().out)
+    made = named(name).with_slots(9, length=report["prompt_tokens"] + 16)
+    assert made is not None
+    rules = rules_of(made)
+    assert {key: report["policy"][key] for key in rules} == rules
+    left = [
+        token
+        for head in report["spans"][0]["heads"]
+        for token in head["tokens"]
+        if token["margin"] is not None
+    ]
+    assert left and all(token["margin"] >= 0 for token in left)
 
 
 def test_a_prompt_must_be_given(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,7 @@ from hf_models import Call, recorded, set_attention, tiny_model, tokens
 LENGTH, PROMPT = 61, 24
 TEXT = tokens(1, LENGTH, seed=5)[0].tolist()
 STEPS = LENGTH - 1
+HALVES = {"num_heavy": 6, "num_recent": 3}
 
 
 def close(value: float) -> Any:
@@ -178,6 +179,10 @@ def test_one_forward_of_many_tokens_and_one_a_step_are_the_same() -> None:
         ({"segment": 0}, "segment must be >= 1, got 0"),
         ({"specs": [spec(), spec()]}, r"labels of specs must differ, got \['h2o', 'h2o'\]"),
         ({"specs": [CacheSpec(label="full")]}, "must evict, got 'full' without a policy"),
+        (
+            {"specs": [spec(num_heavy=9, num_recent=3, read_slots=4)]},
+            r"must read all that it keeps \(read_slots 0\), got .*read_slots=4",
+        ),
     ],
 )
 def test_replay_refuses_bad_arguments(options: dict[str, Any], message: str) -> None:
@@ -239,7 +244,9 @@ def test_kept_attention_is_summed_up_from_where_something_can_be_missing() -> No
 def reference_victims(calls: Sequence[Call], of: CacheSpec, layer: int) -> list[Victim]:
     """What h2o_kv.reference does with the recorded queries and keys of one layer."""
     assert of.policy is not None
-    budget = of.policy.budget()
+    budget, rules = of.policy.budget(), rules_of(of.policy)
+    if of.policy.score_rule == "random":
+        rules["score_seed"] = of.policy.layer_seed(layer)
     heads, head_dim = calls[0].key.shape[1], calls[0].key.shape[3]
     room = (1, heads, budget.total)
     state = (
@@ -263,22 +270,16 @@ def reference_victims(calls: Sequence[Call], of: CacheSpec, layer: int) -> list[
             scale=call.scale,
             chunk=new,
             trace=trace,
-            **rules_of(of.policy),
+            **rules,
         )
         seen += new
         for step in trace:
-            scores = dict(zip(step.candidates, step.compared, strict=True))
+            scores = dict(zip(step.candidates, step.scores.tolist(), strict=True))
+            order = dict(zip(step.candidates, step.compared, strict=True))
             # The reference's margin is that of the last one who leaves.
-            lowest = scores[step.victims[-1]] + step.margin if step.victims else math.inf
+            lowest = order[step.victims[-1]] + step.margin if step.victims else math.inf
             found += [
-                Victim(
-                    seen - 1,
-                    layer,
-                    step.head,
-                    v,
-                    scores[v],
-                    0.0 if scores[v] == lowest else lowest - scores[v],
-                )
+                Victim(seen - 1, layer, step.head, v, scores[v], lowest - order[v], order[v])
                 for v in step.victims
             ]
     return found
@@ -294,14 +295,15 @@ def reference_victims(calls: Sequence[Call], of: CacheSpec, layer: int) -> list[
         spec(num_heavy=0, num_recent=9),
         spec(chunk=7),
         spec(prefill="one_shot"),
-        spec(num_heavy=6, num_recent=4, score_rule="mean"),
-        spec(num_heavy=6, num_recent=4, score_rule="value"),
-        spec(num_heavy=6, num_recent=4, pattern_stride=5, pattern_columns=1),
-        spec(chunk=7, num_heavy=6, num_recent=4, score_rule="decay", score_decay=0.9),
+        spec(**HALVES, score_rule="decay", score_decay=0.75),
+        spec(**HALVES, score_rule="mean"),
+        spec(**HALVES, score_rule="value", chunk=7),
+        spec(**HALVES, score_rule="misses"),
+        spec(**HALVES, score_rule="random", score_seed=3),
+        spec(**HALVES, pattern_stride=12, pattern_columns=1),
         spec(
             prefill="one_shot",
-            num_heavy=6,
-            num_recent=4,
+            **HALVES,
             score_rule="prompt",
             score_queries=4,
             score_pool=3,
@@ -326,6 +328,7 @@ def test_victims_have_the_scores_and_margins_of_the_reference(family: str, of: C
         where = (mine.step, mine.layer, mine.head, mine.position)
         assert where == (theirs.step, theirs.layer, theirs.head, theirs.position)
         assert mine.score == pytest.approx(theirs.score, abs=1e-9)
+        assert mine.compared == pytest.approx(theirs.compared, abs=1e-9)
         assert mine.margin == pytest.approx(theirs.margin, abs=1e-9)
         left_at = run.policies["h2o"].departures.left_at
         assert left_at[mine.layer, mine.head, mine.position] == mine.step
@@ -344,25 +347,27 @@ def test_observing_changes_nothing_and_ends() -> None:
 
 
 def test_victims_of_a_step_by_hand() -> None:
+    scores = torch.tensor(
+        [
+            [0.1, 0.0, 0.75, 0.5, 0.2, 0.875],
+            [0.1, 0.0, 0.75, 0.5, 0.2, 0.0],
+            [0.1, 0.0, 0.5, 0.5, 0.2, 1.0],
+        ]
+    )
     step = ObservedStep(
         layer=3,
         step=9,
         budget=Budget(num_sink=1, num_heavy=2, num_recent=2),
         positions=torch.tensor([[9, 0, 4, 2, 8, 6], [9, 0, 4, 2, 8, -1], [9, 0, 4, 2, 8, 6]]),
-        scores=torch.tensor(
-            [
-                [0.1, 0.0, 0.75, 0.5, 0.2, 0.875],
-                [0.1, 0.0, 0.75, 0.5, 0.2, 0.0],
-                [0.1, 0.0, 0.5, 0.5, 0.2, 1.0],
-            ]
-        ),
+        scores=scores,
+        compared=scores,
         evicted=torch.tensor([[2], [-1], [2]], dtype=torch.int32),
     )
     # Neither the sink's 0 nor the recent 0.2 could have left.
     first, second = step.victims()
-    assert first == Victim(9, 3, 0, 2, 0.5, 0.25)
+    assert first == Victim(9, 3, 0, 2, 0.5, 0.25, compared=0.5)
     assert (first.age, first.tied) == (7, False)
-    assert second == Victim(9, 3, 2, 2, 0.5, 0.0)
+    assert second == Victim(9, 3, 2, 2, 0.5, 0.0, compared=0.5)
     assert second.tied
 
 
@@ -428,6 +433,7 @@ def test_a_margin_that_nobody_gave_is_null(tmp_path: Path) -> None:
                 budget=Budget(num_recent=1),
                 positions=torch.tensor([[0, 1]]),
                 scores=torch.tensor([[0.5, 0.5]]),
+                compared=torch.tensor([[0.5, 0.5]]),
                 evicted=torch.tensor([[0]], dtype=torch.int32),
             )
         )

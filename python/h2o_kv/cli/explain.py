@@ -44,6 +44,15 @@ DESCRIPTION = (
 _NEW_TOKENS = 16
 _RATIO = 0.2
 _WIDTH = 120
+# Those whose cache reads all that it keeps, by positions and scores of its own.
+_POLICIES = [
+    name
+    for name, policy in POLICIES.items()
+    if not policy.needs_oracle
+    and not policy.cache_options
+    and (made := policy.with_slots(2, length=2)) is not None
+    and made.arguments["read_slots"] == 0
+]
 # Options of `generate` that have no say here, so that settings are read in one place.
 _NOT_HERE = ("heavy", "recent", "sink", "gqa_reduce", "temperature", "top_p", "seed")
 
@@ -96,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("cache", "--policy, or --config with a policy in it.")
     cache.add_argument(
         "--policy",
-        choices=[name for name in POLICIES if name != "full"],
+        choices=_POLICIES,
         help="a policy by name",
     )
     slots = cache.add_mutually_exclusive_group()
@@ -209,7 +218,7 @@ def _answer(
     check_context(
         lambda text: screen.print(f"note: {text}", style="yellow"), model, len(ids) + count - 1
     )
-    spec = _spec(args, settings, len(ids))
+    spec = _spec(args, settings, len(ids), len(ids) + count)
     free = generate(
         model,
         tokenizer,
@@ -269,7 +278,9 @@ def _span(tokenizer: Any, ids: Sequence[int], given: str | tuple[int, int]) -> S
     return Span(first, last, decode(tokenizer, ids[first:last]))
 
 
-def _spec(args: argparse.Namespace, settings: Settings, prompt_tokens: int) -> CacheSpec:
+def _spec(
+    args: argparse.Namespace, settings: Settings, prompt_tokens: int, tokens: int
+) -> CacheSpec:
     spec = CacheSpec(
         label=args.policy or "policy",
         policy=resolve_policy(settings.policy, prompt_tokens),
@@ -280,7 +291,17 @@ def _spec(args: argparse.Namespace, settings: Settings, prompt_tokens: int) -> C
         return spec
     ratio = _RATIO if args.ratio is None else args.ratio
     slots = count_of(ratio, prompt_tokens) if args.slots is None else args.slots
-    return replace(spec, policy=named(args.policy).with_slots(slots))
+    policy = named(args.policy)
+    if spec.prefill not in policy.prefills:
+        raise UserError(
+            f"--prefill must be {' or '.join(policy.prefills)} with --policy {policy.name}, got "
+            f"{spec.prefill}"
+        )
+    if policy.prefills == ("streaming",) and spec.prefill_chunk != 1:
+        raise UserError(
+            f"--prefill-chunk must be 1 with --policy {policy.name}, got {spec.prefill_chunk}"
+        )
+    return replace(spec, policy=policy.with_slots(slots, length=tokens))
 
 
 # ---- What is shown.

@@ -53,8 +53,8 @@ class TokenEvidence:
     score : float
         When it left, that step included; else at the end.
     margin : float or None
-        Lowest unprotected score that stayed, less its own; None where no other could have left, and
-        of a token that is still there.
+        What the policy compares of the lowest unprotected one that stayed, less its own; None where
+        no other could have left, and of a token that is still there.
     """
 
     position: int
@@ -277,9 +277,9 @@ def _explain_span(
     early = left_at < steps[-1]
     on_span = attention.sum(-1)
     margins = [
-        victim.margin / (victim.score + victim.margin)
+        victim.margin / abs(victim.compared + victim.margin)
         for victim in (victims[place] for place in _places(early, span.first))
-        if math.isfinite(victim.margin) and victim.score + victim.margin > 0
+        if math.isfinite(victim.margin) and victim.compared + victim.margin != 0
     ]
     facts = SpanFacts(
         lost_share=float((attention * gone).sum() / total) if total > 0 else 0.0,

@@ -152,7 +152,7 @@ def replay(
     Raises
     ------
     ValueError
-        An argument is out of its range, or a cache does not evict.
+        An argument is out of its range, or a cache does not evict, or reads less than it keeps.
     NotImplementedError
         The model's attention cannot be observed.
     """
@@ -232,6 +232,11 @@ class _Run:
         if spec.policy is None:
             raise ValueError(f"replay: a cache must evict, got {spec.label!r} without a policy")
         policy = resolve_policy(spec.policy, prompt_tokens)
+        # What a step reads would not be what has not left.
+        if policy.arguments["read_slots"] > 0:
+            raise ValueError(
+                f"replay: a cache must read all that it keeps (read_slots 0), got {policy!r}"
+            )
         self.spec = CacheSpec(
             label=spec.label,
             policy=policy,

@@ -79,7 +79,7 @@ class H2OLayer(RollbackMemory):
     journal : Journal or None
         What `crop` can take back, while forwards are recorded.
     scoring : dict
-        How the layer scores and reads, arguments of h2o_attention_decode.
+        How h2o_attention_decode scores and reads here: `gqa_reduce`, and rules other than H2O's.
     """
 
     is_sliding = False
@@ -257,7 +257,7 @@ class H2OLayer(RollbackMemory):
         return output
 
     def given_scores(self, position: Tensor) -> dict[str, Tensor]:
-        """Scores that new tokens come with, of their positions [batch, num_new]."""
+        """`score_new` of h2o_attention_decode for new tokens at positions [batch, num_new], if any."""
         if self.settings.given_scores is None:
             return {}
         assert self.scores is not None

@@ -230,13 +230,17 @@ def check_data(run: Run, rows: Sequence[Row]) -> None:
 
 
 def losses(results: Sequence[Result], policies: Sequence[str]) -> Iterator[Result]:
-    """The smallest and the largest loss of these policies against the full cache, over all tasks."""
+    """The smallest and the largest loss of these policies against the full cache, over all tasks.
+
+    Of what the algorithm does, not of the official scripts' modes.
+    """
     for model in dict.fromkeys(own["of"]["model"] for own in results):
         lost = [
             -own["minus_full"][0]
             for own in results
             if own["of"]["model"] == model
             and own["of"]["policy"] in policies
+            and own["of"]["prefill"] not in MODES
             and own["minus_full"] is not None
         ]
         for measure, value in (("smallest", min(lost)), ("largest", max(lost))):

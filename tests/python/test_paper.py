@@ -252,12 +252,23 @@ def test_a_value_stands_beside_what_has_all_of_its_names(
 
 def test_losses_of_one_side(load: Callable[[str], ModuleType]) -> None:
     result = load("output").result
-    lost = {("copa", "local"): 12.0, ("copa", "heavy"): 3.0, ("rte", "local"): -1.0}
     ours = [
-        result({"model": "m", "task": task, "policy": policy}, 0.0, "%", minus_full=[-loss, 0, 0])
-        for (task, policy), loss in (*lost.items(), (("rte", "h2o"), 50.0))
+        result(
+            {"model": "m", "task": task, "policy": policy, "prefill": prefill},
+            0.0,
+            "%",
+            minus_full=None if loss is None else [-loss, 0.0, 0.0],
+        )
+        for task, policy, prefill, loss in (
+            ("copa", "local", "streamed", 12.0),
+            ("copa", "heavy", "streamed", 3.0),
+            ("rte", "local", "streamed", -1.0),
+            # Neither one side alone, nor what the algorithm does, nor evicting.
+            ("rte", "h2o", "streamed", 50.0),
+            ("rte", "local", "lm_eval_local", 60.0),
+            ("rte", "full", "full", None),
+        )
     ]
-    ours.append(result({"model": "m", "task": "rte", "policy": "full"}, 0.0, "%", minus_full=None))
     found = list(load("quality").losses(ours, ("heavy", "local")))
     assert [(one["of"]["measure"], one["value"]) for one in found] == [
         ("smallest loss of one side alone", -1.0),

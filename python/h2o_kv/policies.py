@@ -166,14 +166,18 @@ def _snapkv(total: int, length: int) -> EvictionPolicy:
     )
 
 
+def _read(policy: EvictionPolicy, slots: int, page: int) -> EvictionPolicy:
+    """Read in whole pages no more than so many slots: fewer than a page are one smaller page."""
+    page = min(page, slots)
+    return policy.replace(read_slots=slots // page * page, read_page=page)
+
+
 def _reading(page: int) -> Callable[[int, int], EvictionPolicy]:
-    return lambda total, length: _local(max(length, total)).replace(
-        read_slots=total, read_page=page
-    )
+    return lambda total, length: _read(_local(max(length, total)), total, page)
 
 
 def _h2o_quest(total: int, length: int) -> EvictionPolicy:
-    return _h2o(total).replace(read_slots=max(1, total // 2), read_page=QUEST_PAGE)
+    return _read(_h2o(total), max(1, total // 2), QUEST_PAGE)
 
 
 _H2O = "H2O, arXiv 2306.14048"

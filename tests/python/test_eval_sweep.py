@@ -173,6 +173,26 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
 # ---- Numbers of the summary
 
 
+def test_a_task_without_examples_is_refused(
+    data: Path, tmp_path: Path, loaded: dict[str, Any]
+) -> None:
+    (data / "lambada" / "test.jsonl").write_text("\n", encoding="utf-8")
+    with pytest.raises(
+        EvalError, match="lambada, shots 0, seed 0: must have at least one example, got none"
+    ):
+        run_sweep(plan_of(data), tmp_path / "rows.jsonl", **loaded)
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_label_that_is_a_bool_is_refused(
+    data: Path, tmp_path: Path, loaded: dict[str, Any]
+) -> None:
+    rows = [{"question": "light?", "choices": ["light", "form"], "label": True}]
+    write(data, "arc_easy/test.jsonl", rows)
+    with pytest.raises(EvalError, match="row 0: field 'label' must be int, got True"):
+        run_sweep(plan_of(data), tmp_path / "rows.jsonl", **loaded)
+
+
 def test_wilson_s_interval() -> None:
     # z = 1.959964; (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), by hand.
     assert wilson(62, 100) == pytest.approx((0.62, 0.522098, 0.709024), abs=2e-6)
@@ -316,6 +336,11 @@ def test_help_names_tasks_and_policies(capsys: pytest.CaptureFixture[str]) -> No
     ("options", "line"),
     [
         (["--tasks", "mmlu"], r"h2o-kv eval: task must be one of copa, .*, got 'mmlu'"),
+        (["--tasks", ","], r"h2o-kv eval: argument --tasks: must be at least one name, got ',' .*"),
+        (
+            ["--policies", ""],
+            r"h2o-kv eval: argument --policies: must be at least one .*, got '' .*",
+        ),
         (["--policies", "h3o"], r"h2o-kv eval: policy must be one of full, .*, got 'h3o'"),
         (["--prefill", "x"], r"h2o-kv eval: prefill must be one of streamed, one_shot, got 'x'"),
         (["--budgets", "120%"], r"h2o-kv eval: budgets must be parts in \(0, 1\], got 1.2"),

@@ -46,10 +46,21 @@ def test_every_policy_has_the_same_slots(policy: NamedPolicy, total: int) -> Non
     made = policy.with_slots(total, 1000)
     assert made is not None
     if policy.name in KEEP_ALL:
-        assert made.arguments["read_slots"] == total
         assert made.budget().total == 1000
     else:
         assert made.budget().total == total
+
+
+@pytest.mark.parametrize("total", [1, 2, 5, 16, 20, 31, 32, 300])
+def test_a_policy_that_reads_pages_reads_no_more_than_its_slots(total: int) -> None:
+    for name, slots in (("top-k", total), ("quest", total), ("h2o+quest", max(1, total // 2))):
+        made = named(name).with_slots(total, 1000)
+        assert made is not None
+        rules = made.arguments
+        # h2o_attention_decode reads whole pages.
+        read = -(-rules["read_slots"] // rules["read_page"]) * rules["read_page"]
+        assert slots - rules["read_page"] < read <= slots
+        assert rules["read_page"] == (1 if name == "top-k" else min(16, slots))
 
 
 def test_the_full_cache_is_no_policy() -> None:

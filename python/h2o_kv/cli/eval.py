@@ -188,7 +188,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError(f"must be at least one name, got {text!r}")
+    return names
 
 
 def _counts(text: str) -> tuple[int, ...]:

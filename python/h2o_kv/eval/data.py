@@ -76,6 +76,7 @@ def value(row: Row, field: str, kind: type) -> Any:
         There is none, or it is of another type.
     """
     found = row.get(field)
-    if not isinstance(found, kind):
+    # A bool is an int to Python, and no number in JSON.
+    if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
         raise EvalError(f"field {field!r} must be {kind.__name__}, got {found!r} in {row!r:.200}")
     return found

@@ -13,6 +13,7 @@ import torch
 
 import h2o_kv
 from h2o_kv.eval.caches import Setting
+from h2o_kv.eval.data import EvalError
 from h2o_kv.eval.registry import make_task
 from h2o_kv.eval.results import ResultFile, key_of
 from h2o_kv.eval.tasks import Task, TaskSpec
@@ -125,6 +126,9 @@ def _tasks(plan: Plan, tokenizer: Any) -> dict[TaskSpec, Task]:
     found: dict[str, tuple[TaskSpec, Task]] = {}
     for spec in plan.tasks:
         task = make_task(spec, tokenizer)
+        if len(task) == 0:
+            options = "".join(f", {name} {value}" for name, value in task.options.items())
+            raise EvalError(f"{task.name}{options}: must have at least one example, got none")
         found.setdefault(f"{task.name} {sorted(task.options.items())}", (spec, task))
     return dict(found.values())
 

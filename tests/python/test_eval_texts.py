@@ -95,6 +95,32 @@ def test_rows_of_a_full_cache_do_not_see_each_other_s_padding() -> None:
         assert batch.uses()[row] == alone.uses()[0]
 
 
+@pytest.mark.parametrize("ends", [[2], []])
+def test_a_row_that_a_text_stops_is_what_it_is_alone(ends: list[int]) -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny_llama(tokenizer)
+    texts = ("In the beginning God", "And the earth was without form", "light darkness")
+    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+    def said(rows: list[list[int]], **stop: Any) -> list[list[int]]:
+        talk = Conversation(model, rows, [40] * len(rows), FULL, ends=ends)
+        return talk.generate(12, **stop)
+
+    free = [said([prompt])[0] for prompt in prompts]
+    # A token of one row alone that is a text for itself: it stops that row, and the others go on.
+    row, place = next(
+        (row, place)
+        for row, tokens in enumerate(free)
+        for place, token in enumerate(tokens[:8])
+        if tokenizer.decode([token]).strip().isalpha()
+        and sum(tokenizer.decode([token]) in tokenizer.decode(other) for other in free) == 1
+    )
+    expected = list(free)
+    expected[row] = free[row][: place + 1]
+    stop = tokenizer.decode(free[row][place : place + 1])
+    assert said(prompts, stop=stop, tokenizer=tokenizer) == expected
+
+
 def test_empty_prompts_are_refused() -> None:
     model = tiny_model("llama")
     for prompts in ([], [[5], []]):

@@ -195,6 +195,8 @@ def test_given_scores_that_do_not_fit_are_refused() -> None:
         H2OCache(config, policy, given_scores=[scores] * 3)
     with pytest.raises(ValueError, match=r"must be \[num_kv_heads, length\].*got \[5\]"):
         H2OCache(config, policy, given_scores=[scores[0]] * 2)
+    with pytest.raises(TypeError, match="given_scores must be tensors, got list"):
+        H2OCache(config, policy, given_scores=[[[0.5]]] * 2)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("name", ["mean", "decay", "random", "strided+h2", "h2o+quest"])

@@ -28,6 +28,13 @@ def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(configured | token_ids(tokenizer.eos_token_id)))
 
 
+def _until_text(tokens: list[int], stop: str, tokenizer: Any) -> list[int]:
+    """The tokens up to the one that completes `stop`: what follows is padding, if other rows went on."""
+    lengths = range(1, len(tokens) + 1)
+    ends = (length for length in lengths if stop in tokenizer.decode(tokens[:length]))
+    return tokens[: next(ends, len(tokens))]
+
+
 @dataclass
 class _RealTokens:
     """A forward pre-hook that marks the end of a row and what follows it as padding.
@@ -143,7 +150,7 @@ class Conversation:
         self._unfed = [[] if real else row[-1:] for row, real in zip(new, last, strict=True)]
         column = torch.tensor(last, device=whole.device)[:, None]
         self._mask = torch.cat([hook.mask, column], 1)
-        return new
+        return new if stop is None else [_until_text(row, stop, tokenizer) for row in new]
 
     def say(self, turns: Sequence[Sequence[int]]) -> None:
         """Append what the other side says: token ids of each row, at least one."""

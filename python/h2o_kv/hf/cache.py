@@ -941,6 +941,10 @@ def _given_scores(
             f"H2OCache: given_scores must be one a layer = {num_layers}, got {len(scores)}"
         )
     for scores_of_layer in scores:
+        if not isinstance(scores_of_layer, Tensor):
+            raise TypeError(
+                f"H2OCache: given_scores must be tensors, got {type(scores_of_layer).__name__}"
+            )
         if scores_of_layer.dim() != 2 or scores_of_layer.shape[1] == 0:
             raise ValueError(
                 "H2OCache: given_scores must be [num_kv_heads, length], length >= 1, got "

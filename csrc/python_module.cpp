@@ -294,7 +294,7 @@ score_pool : int
 pattern_stride, pattern_columns : int
     Tokens at the last pattern_columns of every pattern_stride positions leave after all others.
 read_slots, read_page : int
-    Where read_slots > 0, a token that joins alone attends to itself and to so many slots: of the
+    Where read_slots > 0, a token of a chunk of 1 attends to itself and to so many slots: of the
     highest logits, or, with read_page > 1, of the pages with the highest bound.
 
 Raises

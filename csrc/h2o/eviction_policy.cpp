@@ -67,6 +67,11 @@ constexpr std::array<std::pair<ScoreRule, std::string_view>, 8> kScoreRules = {{
     {ScoreRule::kGiven, "given"},
 }};
 
+std::string quoted(std::string_view text) {
+  std::string result("\"");
+  return result.append(text).append("\"");
+}
+
 void require(bool holds, std::string_view start, const std::string& rule, const std::string& got) {
   if (!holds) throw std::invalid_argument(std::string(start) + rule + ", got " + got);
 }
@@ -78,7 +83,7 @@ std::string named_options(const Scoring& scoring, const Reading& reading) {
     if (value != otherwise) text += ", " + std::string(name) + "=" + std::to_string(value);
   };
   if (scoring.rule != ScoreRule::kSum) {
-    text.append(", score_rule=\"").append(to_string(scoring.rule)).append("\"");
+    text.append(", score_rule=").append(quoted(to_string(scoring.rule)));
   }
   if (scoring.decay != 1) text += ", score_decay=" + to_decimal(scoring.decay);
   add("score_seed", scoring.seed, 0);
@@ -98,8 +103,7 @@ GqaReduce parse_gqa_reduce(std::string_view who, std::string_view name) {
     if (name == to_string(reduce)) return reduce;
   }
   throw std::invalid_argument(std::string(who) +
-                              R"(: gqa_reduce must be one of "sum", "max", got ")" +
-                              std::string(name) + "\"");
+                              R"(: gqa_reduce must be one of "sum", "max", got )" + quoted(name));
 }
 
 std::string_view to_string(GqaReduce reduce) { return reduce == GqaReduce::kSum ? "sum" : "max"; }
@@ -108,10 +112,10 @@ ScoreRule parse_score_rule(std::string_view who, std::string_view name) {
   std::string names;
   for (const auto& [rule, own_name] : kScoreRules) {
     if (name == own_name) return rule;
-    names.append(names.empty() ? "\"" : ", \"").append(own_name).append("\"");
+    names.append(names.empty() ? "" : ", ").append(quoted(own_name));
   }
-  throw std::invalid_argument(std::string(who) + ": score_rule must be one of " + names +
-                              ", got \"" + std::string(name) + "\"");
+  throw std::invalid_argument(std::string(who) + ": score_rule must be one of " + names + ", got " +
+                              quoted(name));
 }
 
 std::string_view to_string(ScoreRule rule) {
@@ -126,10 +130,10 @@ void check_scoring(std::string_view start, const Scoring& scoring) {
           to_decimal(scoring.decay));
   require(scoring.decay == 1 || scoring.rule == ScoreRule::kDecay, start,
           "score_decay must be 1 unless score_rule is \"decay\"",
-          to_decimal(scoring.decay) + " with \"" + std::string(to_string(scoring.rule)) + "\"");
+          to_decimal(scoring.decay) + " with " + quoted(to_string(scoring.rule)));
   require(scoring.seed == 0 || scoring.rule == ScoreRule::kRandom, start,
           "score_seed must be 0 unless score_rule is \"random\"",
-          number(scoring.seed) + " with \"" + std::string(to_string(scoring.rule)) + "\"");
+          number(scoring.seed) + " with " + quoted(to_string(scoring.rule)));
   require(scoring.num_queries >= 0, start, "score_queries must be >= 0",
           number(scoring.num_queries));
   require(scoring.pool >= 1 && scoring.pool % 2 == 1, start, "score_pool must be odd and >= 1",
@@ -152,8 +156,7 @@ void check_reading(std::string_view start, const Reading& reading, const Scoring
   require(reading.slots > 0 || reading.page == 1, start,
           "read_page must be 1 unless read_slots is given", number(reading.page));
   require(reading.slots == 0 || scoring.rule == ScoreRule::kSum, start,
-          "score_rule must be \"sum\" with read_slots",
-          "\"" + std::string(to_string(scoring.rule)) + "\"");
+          "score_rule must be \"sum\" with read_slots", quoted(to_string(scoring.rule)));
 }
 
 EvictionPolicy::EvictionPolicy(const EvictionPolicyOptions& options) : options_(options) {

@@ -36,8 +36,9 @@ struct Scoring {
 
 // What a step attends to, where that is less than what the cache holds.
 struct Reading {
-  int64_t slots = 0;  // that each query head reads besides the new token; 0 = all
-  int64_t page = 1;   // slots that are read together or not at all
+  int64_t slots =
+      0;             // that each query head reads besides the new token, with a chunk of 1; 0 = all
+  int64_t page = 1;  // slots that are read together or not at all
 
   friend constexpr bool operator==(const Reading&, const Reading&) = default;
 };

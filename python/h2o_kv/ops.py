@@ -130,7 +130,7 @@ def attention_decode(
         Tokens at positions p with ``p % pattern_stride >= pattern_stride - pattern_columns`` leave
         after all others that may, the oldest first; a stride of 0 means none.
     read_slots, read_page : int
-        With ``read_slots > 0`` a token that joins alone attends to itself and, in each query head, to
+        With ``read_slots > 0`` and ``chunk = 1`` a token attends to itself and, in each query head, to
         the so many slots of the highest logits, or with ``read_page > 1`` to ceil(read_slots /
         read_page) pages of neighbouring slots, that of the newest token and those whose keys'
         extremes allow the highest logit. Others get weight 0. Only with "sum". Slow: made of ATen's

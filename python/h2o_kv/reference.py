@@ -232,7 +232,7 @@ def attention_decode(
                         scale,
                         slopes[group],
                     )
-                    if scoring.read_slots > 0 and len(columns) == 1:
+                    if scoring.read_slots > 0 and chunk == 1:
                         read = scoring.read(
                             queries[:, 0], keys, weight[:, 0].log(), cache.positions.tolist()
                         )

@@ -36,7 +36,7 @@ class Rules:
     pattern_stride, pattern_columns : int
         Tokens at the last columns of every stride leave after all others.
     read_slots, read_page : int
-        A token that joins alone attends to itself and to so many slots, whole pages of them.
+        With a chunk of 1 a token attends to itself and to so many slots, whole pages of them.
     """
 
     score_rule: str = "sum"
@@ -106,7 +106,7 @@ class Rules:
             column = position % self.pattern_stride
             if column >= self.pattern_stride - self.pattern_columns:
                 return math.inf
-        return score / (newest - position + 1) if self.score_rule == "mean" else score
+        return score / max(1, newest - position + 1) if self.score_rule == "mean" else score
 
     def read(self, queries: Tensor, keys: Tensor, logits: Tensor, cached: list[int]) -> Tensor:
         """Which candidates each query head reads, bool [group_size, candidates]; the last is new.

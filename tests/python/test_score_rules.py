@@ -26,6 +26,7 @@ from op_helpers import (
     pad,
     planted_tokens,
     random_state,
+    rank_angles,
     reference_decode,
 )
 
@@ -309,6 +310,88 @@ def test_the_victims_of_a_sparse_step_are_handed_out(device: torch.device) -> No
                         assert (own == 9).all()
                     else:
                         assert torch.equal(own, source[row, head, position])
+
+
+def test_given_scores_add_to_those_of_a_sparse_step(device: torch.device) -> None:
+    tokens = planted_tokens(2, 2, 2, 9, 8, seed=2)
+    given_scores = 3 * torch.rand(2, 2, 9, dtype=torch.float64)
+    own, expected = State.empty(2, 2, 5, 8), State.empty(2, 2, 5, 8)
+    options = {"read_slots": 2, "score_new": given_scores}
+    output, evicted = decode(own, tokens, (0, 3, 2), device, **options)
+    true_output, true_evicted, _ = reference_decode(expected, tokens, (0, 3, 2), **options)
+    assert torch.equal(evicted, true_evicted)
+    assert_close(output, true_output, 1e-12)
+    assert_close(own.scores, expected.scores, 1e-12)
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_chunks_read_everything_also_one_that_is_left_alone(
+    rope: bool, device: torch.device
+) -> None:
+    """Rows of three and of one real token, two at a time: the last of each is alone."""
+    tokens = pad(
+        planted_tokens(2, 2, 1, 3, 8, seed=7, start=20), [[True] * 3, [False, False, True]]
+    )
+    state = random_state(2, 1, 12, 8, torch.float64, seed=3, newest=20, full=True)
+    angles = rank_angles(16, 4, torch.float64) if rope else {}
+    sparse, dense = state.clone(), state.clone()
+    result = decode(sparse, tokens, (0, 8, 4), device, chunk=2, read_slots=2, read_page=2, **angles)
+    assert_bitwise(result, decode(dense, tokens, (0, 8, 4), device, chunk=2, **angles))
+    assert_bitwise(sparse[2:], dense[2:])
+
+
+def test_padding_is_zeros_beside_infinite_values_in_a_sparse_step(device: torch.device) -> None:
+    state = random_state(1, 1, 4, 8, torch.float64, seed=1, newest=4, full=True)
+    state.v_cache[0, 0, 1] = math.inf
+    tokens = pad(planted_tokens(1, 1, 1, 1, 8, start=4), [[False]])
+    output, _ = decode(state, tokens, (0, 4, 0), device, read_slots=2)
+    assert not output.any()
+
+
+def test_an_empty_batch_reads_nothing(device: torch.device) -> None:
+    tokens, state = planted_tokens(0, 2, 1, 3, 8), State.empty(0, 1, 4, 8)
+    for options in ({"read_slots": 2}, {"read_slots": 4, "read_page": 2}):
+        output, evicted = decode(state, tokens, (0, 2, 2), device, **options)
+        assert output.shape == tokens.query.shape
+        assert evicted.shape == (0, 1, 3)
+
+
+def test_a_token_alone_in_its_chunk_is_scored_as_alone(device: torch.device) -> None:
+    """In a padded row of a chunk of three one real token: by "prompt" it gets nothing, and no mean."""
+    tokens = planted_tokens(1, 2, 1, 1, 8, start=7)
+    column = torch.tensor([-1, -1, 7])[None]
+    wide = Tokens(*(t.repeat(1, 1, 3, 1) for t in tokens[:3]), column)
+    for rules in ({"score_rule": "prompt"}, {"score_pool": 5}):
+        state = random_state(1, 1, 6, 8, torch.float64, seed=1, newest=7)
+        padded, alone = state.clone(), state.clone()
+        decode(padded, wide, (1, 5, 0), device, chunk=3, **rules)
+        decode(alone, tokens, (1, 5, 0), device, **rules)
+        assert_close(padded.scores, alone.scores, 1e-12)
+        assert torch.equal(padded.positions, alone.positions)
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_scores_that_lie_where_the_operator_writes(chunk: int, device: torch.device) -> None:
+    """`score_new` may be a part of the scores that are written: it counts as it was."""
+    tokens = planted_tokens(1, 2, 1, 4, 8, seed=3, start=9)
+    for options in ({}, {"read_slots": 2}, rank_angles(12, 4, torch.float64)):
+        own = random_state(1, 1, 6, 8, torch.float64, seed=5, newest=9).to(device)
+        apart = own.clone()
+        results = []
+        for state, given_scores in (
+            (own, own.scores[:, :, :4]),
+            (apart, apart.scores[:, :, :4] + 0),
+        ):
+            query, key, value, position = tokens.to(device)
+            placed = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in options.items()}
+            results.append(
+                ops.attention_decode(
+                    query, *state, key, value, position, 0, 4, 2,
+                    chunk=chunk, score_new=given_scores, **placed,
+                )
+            )  # fmt: skip
+        assert_bitwise(results[0], results[1])
+        assert_bitwise(own[2:], apart[2:])
 
 
 @st.composite

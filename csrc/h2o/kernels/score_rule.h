@@ -92,7 +92,9 @@ struct NamedScoring {
   template <typename A>
   H2O_HOST_DEVICE constexpr A order_key(A score, int32_t position, int64_t newest) const {
     if (in_pattern(position)) return std::numeric_limits<A>::infinity();
-    return scoring.rule == ScoreRule::kMean ? score / static_cast<A>(newest - position + 1) : score;
+    if (scoring.rule != ScoreRule::kMean) return score;
+    // No age is below 1, even where positions do not increase.
+    return score / static_cast<A>(newest > position ? newest - position + 1 : 1);
   }
 
  private:

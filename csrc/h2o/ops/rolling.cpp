@@ -105,6 +105,7 @@ DecodeOutputs join(const DecodeCall& call, const RollingKernels& kernels) {
   step.rope_cos.reset();
   step.rope_sin.reset();
   step.chunk = std::max<int64_t>(call.k_new.size(2), 1);
+  if (call.chunk > 1) step.reading = {};  // a token left alone is not a chunk of 1
   step.query = rotated(call.query, rank_new.repeat_interleave(group_size, 1));
   step.k_new = rotated(call.k_new, rank_new);
   step.cache.k_cache = rotated(call.cache.k_cache, before.rank);
@@ -193,6 +194,9 @@ DecodeOutputs decode_rolling(const DecodeCall& call, const RollingKernels& kerne
   }
   for (at::Tensor* tensor : {&whole.query, &whole.k_new, &whole.v_new, &whole.position_new}) {
     *tensor = call.readable(*tensor);
+  }
+  for (std::optional<at::Tensor>* tensor : {&whole.row_budget, &whole.score_new}) {
+    if (*tensor) *tensor = call.readable(**tensor);
   }
   auto [output, evicted] = join_rows(whole, kernels);
   at::Tensor laid_out = empty_output(call.query);

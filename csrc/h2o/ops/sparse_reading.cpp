@@ -52,7 +52,8 @@ class SparseStep {
     present_ = positions_.ge(0);
     keys_ = with_new(cache.k_cache, call.k_new);
     values_ = with_new(cache.v_cache, call.v_new);
-    query_ = of_column(call.query).to(dtype_).view({batch(), heads(), group_size_, -1});
+    query_ =
+        of_column(call.query).to(dtype_).view({batch(), heads(), group_size_, call.query.size(3)});
   }
 
   // Writes the output and grows the scores; returns the new token's own, [batch, heads, 1].
@@ -67,8 +68,10 @@ class SparseStep {
     const at::Tensor weights =
         at::softmax(logits.masked_fill(read.logical_not(), kMinusInfinity), -1)
             .masked_fill(is_real.logical_not(), 0);
+    // Nor does an infinite value at a weight of 0.
+    const at::Tensor attended = at::matmul(weights, values_).masked_fill(is_real.logical_not(), 0);
     output.narrow(2, column_, 1)
-        .copy_(at::matmul(weights, values_).view({batch(), heads() * group_size_, 1, -1}));
+        .copy_(attended.view({batch(), heads() * group_size_, 1, values_.size(3)}));
     const at::Tensor mass = call_.gqa_reduce == GqaReduce::kSum ? weights.sum(2) : weights.amax(2);
     call_.cache.scores.add_(
         mass.narrow(2, 0, capacity_).masked_fill(call_.cache.positions.lt(0), 0));
@@ -172,21 +175,23 @@ void hand_out(const DecodeCall& call, EvictCall placing, int64_t column,
 
 }  // namespace
 
-bool reads_sparsely(const DecodeCall& call) {
-  const int64_t joining = std::min(call.chunk, call.k_new.size(2));
-  return call.reading.slots > 0 && joining == 1;
-}
+bool reads_sparsely(const DecodeCall& call) { return call.reading.slots > 0 && call.chunk == 1; }
 
 DecodeOutputs decode_sparsely(const DecodeCall& given, at::Tensor (*evict)(const EvictCall&)) {
   DecodeCall call = given;
   for (at::Tensor* tensor : {&call.query, &call.k_new, &call.v_new, &call.position_new}) {
     *tensor = given.readable(*tensor);
   }
+  for (std::optional<at::Tensor>* tensor :
+       {&call.alibi_slopes, &call.row_budget, &call.score_new}) {
+    if (*tensor) *tensor = given.readable(**tensor);
+  }
   const at::Tensor output = empty_output(call.query);
   const at::Tensor evicted = at::empty({call.k_new.size(0), call.k_new.size(1), call.k_new.size(2)},
                                        call.cache.positions.options());
   for (int64_t column = 0; column < call.k_new.size(2); ++column) {
-    const at::Tensor own_score = SparseStep(call, column).attend(output);
+    at::Tensor own_score = SparseStep(call, column).attend(output);
+    if (call.score_new) own_score = own_score + call.score_new->narrow(2, column, 1);
     const EvictCall placing = {call.cache,
                                call.k_new.narrow(2, column, 1),
                                call.v_new.narrow(2, column, 1),

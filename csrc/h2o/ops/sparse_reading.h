@@ -7,8 +7,8 @@
 // (Quest, arXiv 2406.10774, section 3.2). Nothing leaves for it that the budget lets stay.
 namespace h2o {
 
-// Whether the tokens of a call join one by one and do not read everything. Those that join together
-// attend to all.
+// Whether the tokens of a call join one by one and do not read everything. With a greater chunk all
+// attend to all, also one that is left alone.
 bool reads_sparsely(const DecodeCall& call);
 
 // Such a call, out of ATen's operators and the device's own `evict`, without a copy to the host.

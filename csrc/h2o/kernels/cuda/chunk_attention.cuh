@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(kTileThreads, 4)
   const int32_t key = first_key + static_cast<int32_t>(threadIdx.x);
   Received<A> received;
   received.mass = mass;
-  received.together = true;
+  received.together = chunk.num_tokens > 1;
   if (of_slots) {
     if (p.scoring.reads_values()) {
       received.value_norm =

@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
   const A* const scores = p.scores + row_head * p.num_new;
   A* const pooled = p.pooled + row_head * p.num_new;
   for (int32_t i = threadIdx.x; i < count; i += blockDim.x) {
-    if (positions[i] >= oldest_recent) {
+    if (count == 1 || positions[i] >= oldest_recent) {  // one that joins alone has no neighbours
       pooled[columns[i]] = scores[columns[i]];
       continue;
     }

@@ -236,7 +236,7 @@ def losses(results: Sequence[Result], policies: Sequence[str]) -> Iterator[Resul
     """
     for model in dict.fromkeys(own["of"]["model"] for own in results):
         lost = [
-            -own["minus_full"][0]
+            0.0 - own["minus_full"][0]
             for own in results
             if own["of"]["model"] == model
             and own["of"]["policy"] in policies

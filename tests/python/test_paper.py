@@ -534,6 +534,9 @@ def test_a_table_of_throughput(name: str, run: Callable[..., int], tmp_path: Pat
         )
         assert named(found, column=column, cache="h2o", measure="batch")["value"] == batch
         assert h2o < 0.25 * full
+    # The paper's speeds are of other lengths, and never stand beside these.
+    assert {one["paper"]["value"] for one in found["results"] if one["paper"]} == KNOWN[name]
+    assert all(one["value"] is None for one in found["results"] if one["paper"])
 
 
 # ---- Figures of attention and of streams.

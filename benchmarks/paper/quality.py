@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from h2o_kv.eval import (
 from h2o_kv.eval.caches import Setting
 from h2o_kv.eval.data import Row
 from h2o_kv.eval.intervals import Interval
-from h2o_kv.eval.scoring import BATCH_TOKENS
 from h2o_kv.eval.summary import Group, Point
 from h2o_kv.parity import MODES
 from h2o_kv.policies import POLICIES
@@ -109,26 +107,17 @@ def run_table(run: Run, table: QualityTable, variant: QualityVariant) -> str:
 def plans(
     run: Run, variant: QualityVariant, model: str | None, chosen: Sequence[Setting]
 ) -> Iterator[Plan]:
-    """What to sweep: the tasks of each limit together, and the policies that may share a batch."""
-    alike = [one for one in chosen if not POLICIES[one.policy].needs_length]
-    # Their patterns are of each row's length, and the rows of one cache have one pattern.
-    alone = [one for one in chosen if POLICIES[one.policy].needs_length]
+    """What to sweep: the tasks of each limit together."""
     for limit in dict.fromkeys(task.limit for task in variant.tasks):
-        for own, batch_tokens in ((alike, BATCH_TOKENS), (alone, 1)):
-            if own:
-                yield Plan(
-                    tasks=tuple(
-                        replace(spec_of(run, task), batch_tokens=batch_tokens)
-                        for task in variant.tasks
-                        if task.limit == limit
-                    ),
-                    settings=tuple(own),
-                    model=model,
-                    dtype=variant.dtype,
-                    device=variant.device,
-                    limit=limit,
-                    threads=run.threads,
-                )
+        yield Plan(
+            tasks=tuple(spec_of(run, task) for task in variant.tasks if task.limit == limit),
+            settings=tuple(chosen),
+            model=model,
+            dtype=variant.dtype,
+            device=variant.device,
+            limit=limit,
+            threads=run.threads,
+        )
 
 
 def spec_of(run: Run, task: QualityTask) -> TaskSpec:

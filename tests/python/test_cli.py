@@ -28,7 +28,17 @@ from h2o_kv_cli import printable
 from hf_models import tiny_model
 from model_files import TEXT, save_tiny_model, tiny_tokenizer
 
-COMMANDS = ("generate", "convert", "tokenize", "detokenize", "eval", "explain", "trace", "info")
+COMMANDS = (
+    "generate",
+    "convert",
+    "tokenize",
+    "detokenize",
+    "eval",
+    "explain",
+    "report",
+    "trace",
+    "info",
+)
 RUN_KEYS = {
     "label",
     "prompt_tokens",

@@ -937,6 +937,7 @@ struct Tiles {
         .columns = columns.data(),
         .new_positions = new_positions.data(),
         .terms = {problem.scale, problem.slopes_or_null()},
+        .row_factors = nullptr,
         .scratch = scratch.data(),
         .column_sums = column_sums.data(),
         .output = with_output ? output.writable() : h2o::cpu::VectorRows<T>{},

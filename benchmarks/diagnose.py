@@ -40,11 +40,10 @@ from h2o_kv.diagnostics import (
     token_classes,
     token_texts,
 )
-from h2o_kv.diagnostics.concentration import count_of
 from h2o_kv.diagnostics.statistics import TOP
 from h2o_kv.generation import CacheSpec
 from h2o_kv.models import DTYPES, EMBEDDED_MODEL, ModelLoadError, load_model
-from h2o_kv.policies import POLICIES, named
+from h2o_kv.policies import POLICIES, count_of, named
 
 # H2O, section 3: of OPT on WikiText-103; "about" in the second.
 CLAIMED_SPARSITY, CLAIMED_TOP_SHARE = 0.95, 0.9

@@ -6,8 +6,7 @@ go to parity.jsonl in the format of rows.jsonl, with the mode in place of the pr
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,10 +14,11 @@ import torch
 import h2o_kv
 from h2o_kv import parity
 from h2o_kv.eval import Request, encode_pair
-from h2o_kv.eval.choices import CHOICE_FORMATS, ChoiceData, ChoiceExample
+from h2o_kv.eval.choices import CHOICE_FORMATS, ChoiceData
 from h2o_kv.eval.data import Row
 from h2o_kv.eval.results import ResultFile, key_of, read_results
 from h2o_kv.eval.scoring import token_log_probs
+from h2o_kv.eval.tasks import ChoiceTask, choice_metrics
 from h2o_kv.models import load_model
 from paper.configs import ParityBudgets, QualityTask, QualityVariant
 from paper.output import Run, model_name
@@ -109,9 +109,11 @@ def _scored(
     ]
     return {
         **line,
-        "prompt_format": "lm-evaluation-harness 0.3",
+        "prompt_format": ChoiceTask.prompt_format,
         "h2o_kv": h2o_kv.__version__,
-        "metrics": metrics(scored, example),
+        "metrics": choice_metrics(
+            scored, [len(text) - 1 for _, text in example.pairs], example.label
+        ),
         "log_probs": scored,
         "label": example.label,
         "seen": lengths,
@@ -128,16 +130,3 @@ def score_request(model: Any, request: Request, mode: str, ratios: tuple[float, 
     logits = own.score_forward(model, whole, prompt_lengths=len(request.context))[0]
     start = len(request.context)
     return float(token_log_probs(logits[start - 1 : -1], whole[0, start:]).sum())
-
-
-def metrics(log_probs: Sequence[float], example: ChoiceExample) -> dict[str, float]:
-    """`acc` and `acc_norm` as lm-evaluation-harness has them, by sums of log-probabilities."""
-    letters = [len(text) - 1 for _, text in example.pairs]
-    norms = [
-        total / length if length else math.inf
-        for total, length in zip(log_probs, letters, strict=True)
-    ]
-    return {
-        name: float(values.index(max(values)) == example.label)
-        for name, values in (("acc", list(log_probs)), ("acc_norm", norms))
-    }

@@ -11,7 +11,7 @@ from typing import Any
 
 from h2o_kv._C import EvictionPolicy
 
-__all__ = ["DEFAULT_SINKS", "POLICIES", "NamedPolicy", "named", "rules_of"]
+__all__ = ["DEFAULT_SINKS", "POLICIES", "NamedPolicy", "count_of", "named", "rules_of"]
 
 DEFAULT_SINKS = 4
 """Sinks of StreamingLLM (arXiv 2309.17453), section 3.2."""
@@ -28,6 +28,15 @@ DECAY = 0.99
 
 _USUAL = EvictionPolicy(num_heavy=1, num_recent=1).arguments
 _COUNTS = ("num_heavy", "num_recent", "num_sink", "heavy_ratio", "recent_ratio", "gqa_reduce")
+
+
+def count_of(part: float, tokens: int) -> int:
+    """Tokens that a part of `tokens` is, as ratios of a policy are resolved: at least one.
+
+    >>> count_of(0.29, 100), count_of(0.2, 4)
+    (29, 1)
+    """
+    return EvictionPolicy(num_heavy=0, recent_ratio=part).resolve(tokens).num_recent
 
 
 def rules_of(policy: EvictionPolicy) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from h2o_kv.diagnostics import AttentionStatistics, Distribution, Teacher, attention_statistics
-from h2o_kv.diagnostics.concentration import count_of, gini, power_law, tokens_for, top_share
+from h2o_kv.diagnostics.concentration import gini, power_law, tokens_for, top_share
 from h2o_kv.diagnostics.overlap import (
     group_sharing,
     head_overlap,
@@ -20,6 +20,7 @@ from h2o_kv.diagnostics.overlap import (
     top_set,
 )
 from h2o_kv.diagnostics.teacher import TEACHER_ATTENTION
+from h2o_kv.policies import count_of
 from hf_models import set_attention, tiny_model, tokens
 
 # Rows of one KV head with two query heads: the first reads early tokens, the second only itself.

@@ -26,13 +26,12 @@ from h2o_kv.cli.generate import (
     read_settings,
 )
 from h2o_kv.diagnostics import Explanation, Span, explain, find_span
-from h2o_kv.diagnostics.concentration import count_of
 from h2o_kv.diagnostics.explain import HeadEvidence, SpanExplanation
 from h2o_kv.diagnostics.plots import load_pyplot, plot_spans
 from h2o_kv.diagnostics.texts import decode
 from h2o_kv.generation import PREFILL_MODES, CacheSpec, generate, resolve_policy
 from h2o_kv.models import DTYPES, EMBEDDED_MODEL
-from h2o_kv.policies import POLICIES, named
+from h2o_kv.policies import POLICIES, count_of, named
 from h2o_kv_cli import UserError, one_line, printable, utf8, write_json
 from h2o_kv_cli.text_tokens import chat_tokens
 

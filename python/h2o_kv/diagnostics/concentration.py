@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PowerLaw", "count_of", "gini", "power_law", "tokens_for", "top_share"]
+from h2o_kv.policies import count_of
+
+__all__ = ["PowerLaw", "gini", "power_law", "tokens_for", "top_share"]
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,6 @@ class PowerLaw:
     slope: float
     r2: float
     ranks: int
-
-
-def count_of(part: float, tokens: int) -> int:
-    """Tokens that a part of `tokens` is, as ratios of a policy are resolved: at least one.
-
-    >>> count_of(0.29, 100), count_of(0.2, 4)
-    (29, 1)
-    """
-    return max(1, int(part * tokens + 1e-9))
 
 
 def top_share(scores: Tensor, part: float) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from h2o_kv.diagnostics.concentration import (
     PowerLaw,
-    count_of,
     gini,
     power_law,
     tokens_for,
@@ -29,6 +28,7 @@ from h2o_kv.diagnostics.overlap import (
 )
 from h2o_kv.diagnostics.teacher import Teacher
 from h2o_kv.generation import attention_restored
+from h2o_kv.policies import count_of
 
 __all__ = [
     "AttentionStatistics",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from h2o_kv._C import EvictionPolicy
 from h2o_kv.eval.data import EvalError
 from h2o_kv.hf import H2OCache, enable_alibi
 from h2o_kv.hf.settings import ALIBI_MODELS, ATTENTION_NAME
-from h2o_kv.policies import named, rules_of
+from h2o_kv.policies import count_of, named, rules_of
 
 __all__ = [
     "PREFILLS",
@@ -72,7 +71,7 @@ class Setting:
 
     def slots(self, num_tokens: int) -> int:
         """Slots of an example with so many real tokens: max(1, floor(ratio * num_tokens + 1e-9))."""
-        return max(1, math.floor(self.ratio * num_tokens + 1e-9))
+        return count_of(self.ratio, num_tokens)
 
     def policies(self, num_tokens: Iterable[int]) -> list[EvictionPolicy]:
         """The policy of each example."""

@@ -16,7 +16,7 @@ from h2o_kv.eval.caches import CacheUse, Setting
 from h2o_kv.eval.choices import ChoiceData
 from h2o_kv.eval.scoring import Request, Score, encode_pair, score
 
-__all__ = ["ChoiceTask", "Result", "Task", "TaskSpec", "use_fields"]
+__all__ = ["ChoiceTask", "Result", "Task", "TaskSpec", "choice_metrics", "use_fields"]
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,21 @@ class ChoiceTask:
 def _metrics(scores: Sequence[Score], lengths: Sequence[int], label: int) -> dict[str, float]:
     if len(scores) == 1:
         return {"acc": float(scores[0].is_greedy), "nll": -scores[0].log_prob}
-    sums = [one.log_prob for one in scores]
+    return choice_metrics([one.log_prob for one in scores], lengths, label)
+
+
+def choice_metrics(sums: Sequence[float], lengths: Sequence[int], label: int) -> dict[str, float]:
+    """`acc` and `acc_norm` of several choices.
+
+    Parameters
+    ----------
+    sums : sequence of float, nats
+        Log-probability of each choice.
+    lengths : sequence of int
+        Letters of each, its first space not counted.
+    label : int
+        The true choice.
+    """
     # An empty choice would be a division by nothing; lm-evaluation-harness lets it win.
     means = [
         total / length if length else math.inf for total, length in zip(sums, lengths, strict=True)

@@ -121,8 +121,8 @@ def given_policies(policy: Any) -> tuple[EvictionPolicy, tuple[EvictionPolicy, .
 
 
 def _rule(policy: EvictionPolicy) -> tuple[Any, ...]:
-    """All of a policy but its counts, which come first in its state."""
-    return policy.__getstate__()[3:]
+    """All of a policy of counts but them."""
+    return policy.gqa_reduce, rules_of(policy)
 
 
 def requested_budgets(

@@ -17,12 +17,18 @@ namespace {
 
 constexpr const char* kNewTokens = "[batch, num_kv_heads, num_new, head_dim]";
 
-GqaReduce checked_reduce(const char* op, std::string_view name) {
+// What `check` returns; where it refuses in the policy's way, the same sentence as a ValueError.
+template <typename Check>
+auto checked(const Check& check) {
   try {
-    return parse_gqa_reduce(op, name);
+    return check();
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, error.what());
   }
+}
+
+GqaReduce checked_reduce(const char* op, std::string_view name) {
+  return checked([&] { return parse_gqa_reduce(op, name); });
 }
 
 double checked_scale(const char* op, std::optional<double> scale, const at::Tensor& query) {
@@ -80,30 +86,17 @@ void check_evicted(const char* op, const KVCache& cache, const at::Tensor& k_new
 }
 
 ScoreRule checked_rule(const char* op, std::string_view name) {
-  try {
-    return parse_score_rule(op, name);
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
+  return checked([&] { return parse_score_rule(op, name); });
 }
 
-// One sentence of the policy's, as the operator's.
-Scoring checked_scoring(const char* op, Scoring scoring) {
-  try {
-    check_scoring(std::string(op) + ": ", scoring);
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
+Scoring checked_scoring(const char* op, const Scoring& scoring) {
+  checked([&] { check_scoring(std::string(op) + ": ", scoring); });
   return scoring;
 }
 
 Reading checked_reading(const char* op, const Reading& reading, const Scoring& scoring,
                         bool has_alibi) {
-  try {
-    check_reading(std::string(op) + ": ", reading, scoring);
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
+  checked([&] { check_reading(std::string(op) + ": ", reading, scoring); });
   TORCH_CHECK_VALUE(reading.page == 1 || !has_alibi, op,
                     ": read_page must be 1 with alibi_slopes, whose bias a page's bound leaves "
                     "out, got ",

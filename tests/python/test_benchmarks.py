@@ -456,3 +456,23 @@ def test_impossible_sizes_are_refused(
         load(script).main(options)
     assert error.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_tasks_of_lm_eval(
+    load: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("wonderwords")
+    save_tiny_model(tmp_path / "model")
+    out = tmp_path / "out"
+    options = ["--model", str(tmp_path / "model"), "--out", str(out), "--threads", "2", "--quick"]
+    script = load("lm_eval_tasks")
+    assert script.main([*options, "--policies", "h2o"]) == 0
+    report = (out / "results.md").read_text()
+    assert capsys.readouterr().out == report
+    assert "| task | metric | h2o |" in report
+    assert re.search(r"^\| niah_single_1 \| 4096 \| [01]\.\d{3} \|", report, re.MULTILINE)
+    results = json.loads((out / "results.json").read_text())["results"]
+    assert list(results) == ["h2o"]
+    assert script.main([*options, "--policies", "h3o"]) == 2
+    assert "got 'h3o'" in capsys.readouterr().err

@@ -466,6 +466,11 @@ def test_a_deep_copy_belongs_to_the_same_model() -> None:
         ),
         ({"prefill": "lazy"}, ValueError, r"prefill must be one of \('one_shot', 'streaming'\), "),
         ({"prefill_chunk": 0}, ValueError, "prefill_chunk must be >= 1, got 0"),
+        (
+            {"policy": EvictionPolicy(num_heavy=4, num_recent=4, score_rule="misses")},
+            ValueError,
+            'prefill must be "streaming" and prefill_chunk 1 with .*"misses".*"one_shot" and 64',
+        ),
         ({"prompt_length": 0}, ValueError, "prompt_length must be >= 1 in every row, got 0"),
         ({"prompt_length": [3, 0]}, ValueError, r"in every row, got \[3, 0\]"),
         ({"prompt_length": []}, ValueError, "prompt_length must be >= 1"),

@@ -175,6 +175,11 @@ class H2OCache(Cache):  # type: ignore[misc]
         prefill_chunk = _count("H2OCache: prefill_chunk", prefill_chunk)
         if prefill_chunk < 1:
             raise ValueError(f"H2OCache: prefill_chunk must be >= 1, got {prefill_chunk}")
+        if policy.score_rule == "misses" and (prefill, prefill_chunk) != ("streaming", 1):
+            raise ValueError(
+                'H2OCache: prefill must be "streaming" and prefill_chunk 1 with score_rule "misses", '
+                f'which looks at every query, got "{prefill}" and {prefill_chunk}'
+            )
         _check_dtype("H2OCache: dtype", dtype)
         if max_rollback is not None:
             max_rollback = _count("H2OCache: max_rollback", max_rollback)

@@ -184,6 +184,39 @@ def test_a_task_without_examples_is_refused(
     assert not (tmp_path / "rows.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("task", "file", "row"),
+    [
+        ("xsum", "xsum/xsum_0shot_first200.jsonl", {"article": "Light.", "summary_gt": "Form."}),
+        ("alpaca_eval", "alpaca_eval/instructions_805.jsonl", {"instruction": "Let there be"}),
+        ("needle", "needle_haystack/paul_graham_essays.jsonl", {"text": "And God said. " * 40}),
+        (
+            "ruler_multikey",
+            "ruler/niah_multikey_3_4096_first100.jsonl",
+            {"input": "And God said.", "outputs": ["light"]},
+        ),
+    ],
+)
+def test_a_policy_that_cannot_run_a_task_is_refused_before_anything_runs(
+    task: str,
+    file: str,
+    row: dict[str, Any],
+    data: Path,
+    tmp_path: Path,
+    loaded: dict[str, Any],
+) -> None:
+    write(data, file, [row])
+    plan = plan_of(
+        data,
+        tasks=(TaskSpec("arc_easy", data), TaskSpec(task, data)),
+        settings=tuple(settings(["h2o", "oracle"], [0.5], ["streamed"])),
+    )
+    message = f"{task}: policy must be one that does not need the whole text .*, got oracle"
+    with pytest.raises(EvalError, match=message):
+        run_sweep(plan, tmp_path / "rows.jsonl", **loaded)
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
 def test_a_label_that_is_a_bool_is_refused(
     data: Path, tmp_path: Path, loaded: dict[str, Any]
 ) -> None:

@@ -35,6 +35,8 @@ class RetrievalTask:
     whose evidence was kept is not the policy's choice of tokens.
     """
 
+    generates = True
+
     def __init__(self, spec: TaskSpec, tokenizer: Any) -> None:
         self.name = spec.name
         self._tokenizer, self._spec = tokenizer, spec

@@ -98,6 +98,8 @@ class TextTask:
     summary of all texts, or for reading: each line of results has the answers.
     """
 
+    generates = True
+
     def __init__(self, spec: TaskSpec, tokenizer: Any) -> None:
         if spec.new_tokens < 1:
             raise EvalError(f"{spec.name}: new tokens must be >= 1, got {spec.new_tokens}")

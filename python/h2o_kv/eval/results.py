@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from h2o_kv.eval.data import EvalError, Row, read_rows
+from h2o_kv.eval.data import EvalError, Row, read_rows, value
 
 __all__ = ["KEY", "ResultFile", "key_of", "read_results"]
 
@@ -17,6 +17,19 @@ KEY = (
     *("policy", "ratio", "prefill", "index"),
 )
 """Fields that together name a line."""
+
+# What a line must have; there may be more.
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(KEY, str),
+    "options": dict,
+    "ratio": (float, int),
+    "index": int,
+    "prompt_format": str,
+    "metrics": dict,
+    "seen": list,
+    "kept": list,
+    "nothing_evicted": bool,
+}
 
 
 def key_of(row: Row) -> str:
@@ -36,14 +49,25 @@ def read_results(file: Path) -> list[Row]:
         return []
     rows = read_rows(file)
     for number, row in enumerate(rows, start=1):
-        missing = [
-            name
-            for name in (*KEY, "prompt_format", "metrics", "seen", "kept", "nothing_evicted")
-            if name not in row
-        ]
+        missing = [name for name in _FIELDS if name not in row]
         if missing:
             raise EvalError(f"{file}: result {number} must have {', '.join(missing)}, got none")
+        try:
+            for name, kind in _FIELDS.items():
+                value(row, name, kind)
+            _check_numbers("metrics", row["metrics"].values())
+            for name in ("seen", "kept"):
+                _check_numbers(name, row[name])
+        except EvalError as error:
+            raise EvalError(f"{file}: result {number}: {error}") from error
     return rows
+
+
+def _check_numbers(name: str, numbers: Collection[Any]) -> None:
+    wrong = [one for one in numbers if isinstance(one, bool) or not isinstance(one, (int, float))]
+    if wrong or not numbers:
+        got = repr(wrong[0]) if wrong else "none"
+        raise EvalError(f"field {name!r} must be numbers, at least one, got {got}")
 
 
 class ResultFile:

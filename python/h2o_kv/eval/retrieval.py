@@ -45,6 +45,11 @@ class RetrievalTask:
             self._rows = read_rows(file)
             self.options: dict[str, Any] = {"seed": spec.seed}
             self.prompt_format = "RULER"
+            for index in range(len(self)):
+                try:
+                    self.probe(index)
+                except EvalError as error:
+                    raise EvalError(f"{file}: row {index}: {error}") from error
         else:
             if spec.prompt_tokens < 1:
                 raise EvalError(

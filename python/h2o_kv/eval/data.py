@@ -32,7 +32,7 @@ def read_rows(file: Path) -> list[Row]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EvalError(f"{file}: line {number} must be JSON: {error}") from error
         if not isinstance(row, dict):
             raise EvalError(f"{file}: line {number} must be a JSON object, got {line[:40]!r}")

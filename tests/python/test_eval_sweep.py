@@ -173,6 +173,17 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
 # ---- Numbers of the summary
 
 
+def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    with ResultFile(file):
+        file.write_text('{"a line that', encoding="utf-8")
+        with pytest.raises(EvalError, match="rows.jsonl: another run is writing to it"):
+            ResultFile(file)
+        assert file.read_text(encoding="utf-8") == '{"a line that'
+    with ResultFile(file):
+        assert file.read_text(encoding="utf-8") == ""
+
+
 def test_a_task_without_examples_is_refused(
     data: Path, tmp_path: Path, loaded: dict[str, Any]
 ) -> None:

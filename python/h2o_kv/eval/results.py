@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -71,7 +72,7 @@ def _check_numbers(name: str, numbers: Collection[Any]) -> None:
 
 
 class ResultFile:
-    """Appends to a file of results.
+    """Appends to a file of results, which no other may do meanwhile.
 
     A run that was killed may have left the beginning of a line at the end, which is cut off.
 
@@ -79,13 +80,27 @@ class ResultFile:
     ----------
     finished : set of str
         Keys of the lines that it has.
+
+    Raises
+    ------
+    EvalError
+        Another run appends to the file, or a line of it is no result.
     """
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _cut_off_torn_line(file)
-        self.finished = {key_of(row) for row in read_results(file)}
         self._stream = file.open("a", encoding="utf-8")
+        try:
+            # The system gives the lock back when the run ends, however it ends.
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _cut_off_torn_line(file)
+            self.finished = {key_of(row) for row in read_results(file)}
+        except BlockingIOError as error:
+            self._stream.close()
+            raise EvalError(f"{file}: another run is writing to it") from error
+        except BaseException:
+            self._stream.close()
+            raise
 
     def __enter__(self) -> ResultFile:
         return self
@@ -110,8 +125,6 @@ class ResultFile:
 
 
 def _cut_off_torn_line(file: Path) -> None:
-    if not file.exists():
-        return
     with file.open("rb+") as stream:
         content = stream.read()
         end = content.rfind(b"\n") + 1

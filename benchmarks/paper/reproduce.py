@@ -48,8 +48,8 @@ KINDS: dict[str, Any] = {
     "sparsity": sparsity,
     "streaming": streaming,
 }
-# Exit statuses: a mistake of the user, and something that is not there yet.
-USER_ERROR, MISSING = 2, 3
+# Exit statuses: a mistake of the user, something that is not there yet, and Ctrl-C.
+USER_ERROR, MISSING, INTERRUPTED = 2, 3, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,15 +70,25 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
                 status = MISSING
                 continue
+            check_folder(args.out / name)
             text = run_one(name, table, args, bars.update)
             sys.stdout.write(f"{text}\n")
     except (TableError, ModelLoadError, ValueError, NotImplementedError, OSError) as error:
         bars.hide()
         sys.stderr.write(f"reproduce: {one_line(error)}\n")
         return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
     finally:
         bars.hide()
     return 0 if args.table == ALL else status
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ValueError where no folder can be made: before anything runs, not when it is written."""
+    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not place.is_dir():
+        raise ValueError(f"--out must be a folder, got {place}")
 
 
 def run_one(

@@ -163,6 +163,10 @@ EvictionPolicy::EvictionPolicy(const EvictionPolicyOptions& options) : options_(
   check_count_or_ratio("num_heavy", options.num_heavy, "heavy_ratio", options.heavy_ratio);
   check_count_or_ratio("num_recent", options.num_recent, "recent_ratio", options.recent_ratio);
   check_count("num_sink", options.num_sink);
+  check_count("score_seed", options.scoring.seed);
+  check_count("score_queries", options.scoring.num_queries);
+  check_count("score_pool", options.scoring.pool);
+  check_count("read_slots", options.reading.slots);
   check_scoring("EvictionPolicy: ", options.scoring);
   check_reading("EvictionPolicy: ", options.reading, options.scoring);
   if (!has_ratio() && budget().total() == 0) {

@@ -108,7 +108,9 @@ def collect(folder: Path) -> list[Section]:
     """
     if not folder.is_dir():
         raise ValueError(f"DIR must be a folder, got {folder}")
-    found = sorted({file.parent for name in _TABLES for file in folder.rglob(name)})
+    found = sorted(
+        {file.parent for name in _TABLES for file in folder.rglob(name) if file.is_file()}
+    )
     if not found:
         raise ValueError(f"{folder}: must have {', '.join(_TABLES)} in it or below, got none")
     return [_section(place) for place in found]
@@ -149,7 +151,7 @@ def _facts(file: Path) -> dict[str, str]:
         return {}
     try:
         found = json.loads(utf8(str(file), lambda: file.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{file}: must be JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file}: must be a JSON object, got {type(found).__name__}")

@@ -203,6 +203,14 @@ def test_report_starts_without_torch(tmp_path: Path) -> None:
             r"h2o-kv report: .*/results\.json: must be JSON: .*",
         ),
         (
+            lambda folder: (write(folder) / "results.json").write_text("[" * 100_000),
+            r"h2o-kv report: .*/results\.json: must be JSON: .*",
+        ),
+        (
+            lambda folder: (folder / "table.md").mkdir(parents=True),
+            r"h2o-kv report: .*/out: must have table\.md, .* in it or below, got none",
+        ),
+        (
             lambda folder: (write(folder) / "results.json").write_text("[1]"),
             r"h2o-kv report: .*/results\.json: must be a JSON object, got list",
         ),

@@ -176,6 +176,7 @@ def test_the_fingerprint_is_that_of_the_data(tmp_path: Path) -> None:
     [
         ("copa", None, r"validation.jsonl: No such file"),
         ("copa", "{", r"line 1 must be JSON"),
+        ("copa", "[" * 100_000, r"line 1 must be JSON"),
         ("copa", "[1]", r"line 1 must be a JSON object"),
         ("copa", '{"premise": 3}', r"row 0: field 'question' must be str, got None"),
         ("rte", '{"premise": "a", "hypothesis": "b", "label": "maybe"}', "'label' must be one of"),

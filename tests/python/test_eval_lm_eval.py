@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from lm_eval.tasks import TaskManager
 from h2o_kv.eval import EvalError, Request, Setting, encode_pair, score, settings
 from h2o_kv.eval.decoding import Conversation
 from h2o_kv.eval.lm_eval_model import H2OLM
-from model_files import TEXT, tiny_llama, tiny_tokenizer
+from model_files import TEXT, save_tiny_model, tiny_llama, tiny_tokenizer
 from test_eval_choices import write
 
 WORDS = ("light", "darkness", "the deep", "waters", "heaven and the earth", "form")
@@ -65,7 +69,7 @@ metric_list:
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
+def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     rows: list[dict[str, Any]] = [
         {
@@ -81,7 +85,12 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
         name = text.split()[1]
         text = text.replace("FILE", str(file)).replace("CACHE", str(folder / "cache"))
         (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
-    return TaskManager(include_path=str(folder), include_defaults=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(task_folder: Path) -> TaskManager:
+    return TaskManager(include_path=str(task_folder), include_defaults=False)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +130,35 @@ def test_a_full_cache_gives_what_their_model_gives(
     for metric, value in theirs["results"][name].items():
         if isinstance(value, float):
             assert ours["results"][name][metric] == pytest.approx(value, rel=1e-4)
+
+
+def test_a_full_cache_is_their_code_in_16_bits_too() -> None:
+    """Their sums are rounded there, and `max_length` may be beyond the model's config."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    options = {
+        "pretrained": tiny_llama(tokenizer).bfloat16(),
+        "tokenizer": tokenizer,
+        "max_length": 700,
+    }
+    requests = [(None, [5, 9, 7] * length, [5, 6, 7]) for length in (3, 100, 200)]
+    theirs, ours = (
+        model._loglikelihood_tokens(requests, disable_tqdm=True)
+        for model in (HFLM(**options), H2OLM(**options, policy="full"))
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("policy", ["top-k", "strided", "h2o"])
+def test_texts_of_a_batch_are_those_of_each_row(
+    policy: str, tasks: TaskManager, parts: dict[str, Any]
+) -> None:
+    """Rows of other lengths read another number of slots, or have another stride."""
+    alone, together = (
+        run(H2OLM(**parts, policy=policy, ratio=0.4, batch_size=size), tasks, "tiny_until")
+        for size in (1, 4)
+    )
+    assert responses(alone, "tiny_until") == responses(together, "tiny_until")
 
 
 def test_texts_of_a_full_cache_are_theirs(tasks: TaskManager, parts: dict[str, Any]) -> None:
@@ -167,6 +205,31 @@ def test_a_long_context_is_cut_on_the_left(parts: dict[str, Any]) -> None:
     request = Request(tuple(context[-19:]), tuple(rest))
     [want] = score(parts["pretrained"], [request], model.setting)
     assert got == pytest.approx(want.log_prob, abs=1e-4)
+
+
+def test_a_continuation_longer_than_the_model_is_refused(parts: dict[str, Any]) -> None:
+    model = H2OLM(**parts, policy="h2o", ratio=0.4, max_length=20)
+    with pytest.raises(EvalError, match="must be <= max_length = 20 tokens, got 21"):
+        model._loglikelihood_tokens([(None, [3], list(range(3, 24)))], disable_tqdm=True)
+
+
+def test_their_command_line_runs_it(task_folder: Path, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "h2o_kv.eval.lm_eval_model", "run", "--model", "h2o"),
+            *("--model_args", f"pretrained={folder},policy=h2o,ratio=0.4,batch_tokens=100"),
+            *("--tasks", "tiny_choice", "--include_path", str(task_folder)),
+            *("--device", "cpu", "--limit", "2"),
+        ],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "|tiny_choice|" in done.stdout
+    assert "'policy': 'h2o', 'ratio': 0.4" in done.stdout
 
 
 def test_it_is_registered_and_refuses_what_is_no_setting(parts: dict[str, Any]) -> None:

@@ -173,6 +173,17 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
 # ---- Numbers of the summary
 
 
+def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    with ResultFile(file):
+        file.write_text('{"a line that', encoding="utf-8")
+        with pytest.raises(EvalError, match="rows.jsonl: another run is writing to it"):
+            ResultFile(file)
+        assert file.read_text(encoding="utf-8") == '{"a line that'
+    with ResultFile(file):
+        assert file.read_text(encoding="utf-8") == ""
+
+
 def test_a_task_without_examples_is_refused(
     data: Path, tmp_path: Path, loaded: dict[str, Any]
 ) -> None:
@@ -181,6 +192,100 @@ def test_a_task_without_examples_is_refused(
         EvalError, match="lambada, shots 0, seed 0: must have at least one example, got none"
     ):
         run_sweep(plan_of(data), tmp_path / "rows.jsonl", **loaded)
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+RULER = "ruler/niah_multikey_3_4096_first100.jsonl"
+UUIDS = [f"{i}1111111-1111-1111-1111-111111111111" for i in range(10)]
+RULER_ROW = {"input": " ".join(f"One is: {one}" for one in UUIDS), "outputs": UUIDS[:1]}
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "good", "bad"),
+    [
+        (
+            "copa",
+            "copa/validation.jsonl",
+            {"premise": "a.", "choice1": "b", "choice2": "c", "question": "cause", "label": 0},
+            {"label": 2},
+        ),
+        (
+            "xsum",
+            "xsum/xsum_0shot_first200.jsonl",
+            {"article": "Light.", "summary_gt": "Form."},
+            {"summary_gt": 5},
+        ),
+        ("ruler_multikey", RULER, RULER_ROW, {"outputs": ["light"]}),
+    ],
+)
+def test_a_bad_row_is_refused_before_anything_runs(
+    task: str,
+    file: str,
+    good: dict[str, Any],
+    bad: dict[str, Any],
+    data: Path,
+    tmp_path: Path,
+    loaded: dict[str, Any],
+) -> None:
+    spec = TaskSpec(task, data)
+    write(data, file, [good])
+    assert len(make_task(spec, loaded["tokenizer"])) == 1
+    write(data, file, [good, {**good, **bad}])
+    with pytest.raises(EvalError, match=f"{file}: row 1: field '{next(iter(bad))}' must be"):
+        run_sweep(plan_of(data, tasks=(spec,), limit=1), tmp_path / "rows.jsonl", **loaded)
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "rule"),
+    [
+        ("ratio", "half", "must be float or int, got 'half'"),
+        ("index", [0], r"must be int, got \[0\]"),
+        ("options", [1], r"must be dict, got \[1\]"),
+        ("metrics", 5, "must be dict, got 5"),
+        ("metrics", {"acc": "no"}, "must be numbers, at least one, got 'no'"),
+        ("seen", [], "must be numbers, at least one, got none"),
+        ("kept", [True], "must be numbers, at least one, got True"),
+    ],
+)
+def test_a_result_of_another_type_is_refused(
+    field: str, wrong: Any, rule: str, data: Path, tmp_path: Path, loaded: dict[str, Any]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    run_sweep(plan_of(data, tasks=(TaskSpec("lambada", data),), limit=1), file, **loaded)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    row = {**json.loads(lines[1]), field: wrong}
+    write(tmp_path, "rows.jsonl", [json.loads(lines[0]), row])
+    with pytest.raises(EvalError, match=f"rows.jsonl: result 2: field '{field}' {rule}"):
+        read_results(file)
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "row"),
+    [
+        ("xsum", "xsum/xsum_0shot_first200.jsonl", {"article": "Light.", "summary_gt": "Form."}),
+        ("alpaca_eval", "alpaca_eval/instructions_805.jsonl", {"instruction": "Let there be"}),
+        ("needle", "needle_haystack/paul_graham_essays.jsonl", {"text": "And God said. " * 40}),
+        ("ruler_multikey", RULER, RULER_ROW),
+    ],
+)
+def test_a_policy_that_cannot_run_a_task_is_refused_before_anything_runs(
+    task: str,
+    file: str,
+    row: dict[str, Any],
+    data: Path,
+    tmp_path: Path,
+    loaded: dict[str, Any],
+) -> None:
+    write(data, file, [row])
+    plan = plan_of(
+        data,
+        tasks=(TaskSpec("arc_easy", data), TaskSpec(task, data)),
+        settings=tuple(settings(["h2o", "oracle"], [0.5], ["streamed"])),
+    )
+    message = f"{task}: policy must be one that does not need the whole text .*, got oracle"
+    with pytest.raises(EvalError, match=message):
+        run_sweep(plan, tmp_path / "rows.jsonl", **loaded)
     assert not (tmp_path / "rows.jsonl").exists()
 
 

@@ -262,5 +262,7 @@ def test_bad_rows_and_lengths_are_named(data: Path) -> None:
     with pytest.raises(EvalError, match="new tokens must be >= 1, got 0"):
         make_task(TaskSpec("xsum", data, new_tokens=0), tokenizer)
     write(data, "mt_bench/question.jsonl", [{"turns": []}])
-    with pytest.raises(EvalError, match=r"question.jsonl: field 'turns' must be a list of texts"):
+    with pytest.raises(
+        EvalError, match=r"question.jsonl: row 0: field 'turns' must be a list of texts"
+    ):
         make_task(TaskSpec("mt_bench", data), tokenizer)

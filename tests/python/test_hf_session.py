@@ -593,6 +593,34 @@ def test_a_file_of_the_first_version_loads(tmp_path: Path) -> None:
     refused(tmp_path / "a", model.config, "header must have the keys")
 
 
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_a_file_of_the_second_version_loads(of_rows: bool, tmp_path: Path) -> None:
+    """It has no rules in its policy, or in those of its rows."""
+    model = tiny_model("llama")
+    policies = [EvictionPolicy(num_heavy=4, num_recent=n) for n in (4, 2)]
+    cache = H2OCache(model.config, policies if of_rows else policies[0])
+    forward(model, tokens(2, 12), cache)
+    cache.save(tmp_path / "a")
+    header, tensors = opened(tmp_path / "a")
+    for policy in header["policy"] if of_rows else [header["policy"]]:
+        for name in list(policy):
+            if name.startswith(("score_", "pattern_", "read_")):
+                del policy[name]
+    write(tmp_path / "a", signed({**header, "version": 2}, tensors), tensors)
+    loaded = H2OCache.load(tmp_path / "a", model.config)
+    assert loaded.row_policies == cache.row_policies
+    assert contents(loaded) == contents(cache)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_number_that_is_not_finite_is_refused(number: str, tmp_path: Path) -> None:
+    model, _ = filled(tmp_path / "a")
+    header, tensors = opened(tmp_path / "a")
+    text = json.dumps(header).replace('"score_decay": 1.0', f'"score_decay": {number}')
+    write(tmp_path / "a", text, tensors)
+    refused(tmp_path / "a", model.config, f"header must be JSON.* finite, got {number}")
+
+
 def test_damage_is_refused_by_its_place(tmp_path: Path) -> None:
     model, _ = filled(tmp_path / "a")
     header, tensors = opened(tmp_path / "a")

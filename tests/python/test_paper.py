@@ -680,6 +680,30 @@ def test_mistakes_are_one_line(
     assert line.startswith(f"reproduce: {message}")
 
 
+def test_a_file_in_place_of_the_folder_is_refused_before_anything_runs(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").write_text("mine", encoding="utf-8")
+    assert run("fig_sparsity") == 2
+    captured = capsys.readouterr()
+    assert captured.err.strip() == f"reproduce: --out must be a folder, got {tmp_path / 'out'}"
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "mine"
+
+
+def test_ctrl_c_ends_without_a_traceback(
+    load: Callable[[str], ModuleType],
+    run: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stop(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(load("reproduce"), "run_one", stop)
+    assert run("fig_sparsity") == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_the_tokenizer_of_the_tests_makes_texts_that_fit(model: str) -> None:
     ids = AutoTokenizer.from_pretrained(model)(TEXT * 12)["input_ids"]
     assert len(ids) > 193

@@ -419,10 +419,47 @@ SQUARE = torch.zeros(2, 6, 6)
             ),
             "real_drop_rolling: heads of query must be a multiple of those of key = 2, got 3",
         ),
+        (
+            lambda: parity.RealDropRolling().replay_vectors(
+                torch.zeros(2, 4, 2), torch.zeros(0, 4, 2), *torch.zeros(2, 4, 1), 2
+            ),
+            r"real_drop_rolling: query and key must be .*, got \[2, 4, 2\] and \[0, 4, 2\]",
+        ),
+        (
+            lambda: parity.RealDropRolling().replay_vectors(
+                torch.zeros(2, 4, 2), torch.zeros(2, 3, 2), *torch.zeros(2, 4, 1), 2
+            ),
+            r"real_drop_rolling: query and key must be .*, got \[2, 4, 2\] and \[2, 3, 2\]",
+        ),
     ],
 )
 def test_errors_say_what_must_be(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: parity.RealDrop(1.5, 2), "real_drop: heavy tokens must be an integer, got 1.5"),
+        (lambda: parity.RealDrop(2, True), "real_drop: recent tokens must be an integer, got True"),
+        (lambda: parity.UtilsHH("a"), "utils_hh: heavy_ratio must be a number, got 'a'"),
+        (
+            lambda: parity.Fixed(1, 1, prefill_chunk=1.5),
+            "fixed: prefill_chunk must be an integer, got 1.5",
+        ),
+        (
+            lambda: parity.UtilsHH().replay(SQUARE, 2.5),
+            "utils_hh: prompt_len must be an integer, got 2.5",
+        ),
+        (
+            lambda: parity.FlexGen(0.5).replay(SQUARE, 6, num_pads="1"),
+            "flexgen: num_pads must be an integer, got '1'",
+        ),
+    ],
+)
+def test_arguments_of_another_type_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         call()
 
 

@@ -185,6 +185,31 @@ def test_the_oracle_keeps_what_it_is_given() -> None:
         cache.save("anything")
 
 
+def test_a_row_is_inserted_only_where_positions_have_the_same_scores() -> None:
+    model = tiny_model("llama")
+    policy = EvictionPolicy(num_heavy=3, num_recent=2, score_rule="given")
+    scores = torch.rand(2, 30, generator=torch.Generator().manual_seed(0))
+
+    def filled(given: list[torch.Tensor] | None) -> H2OCache:
+        cache = H2OCache(model.config, policy, given_scores=given)
+        forward(model, tokens(2, 12), cache)
+        return cache
+
+    filled([scores] * 2).insert(0, filled([scores.clone()] * 2))
+    for mine, theirs in (
+        ([scores] * 2, [scores, -scores]),
+        ([scores] * 2, None),
+        (None, [scores] * 2),
+    ):
+        cache = filled(mine)
+        before = [layer.positions.clone() for layer in cache.layers]
+        with pytest.raises(
+            ValueError, match="insert: given_scores of both caches must be the same"
+        ):
+            cache.insert(0, filled(theirs), 1)
+        assert all(map(torch.equal, before, [layer.positions for layer in cache.layers]))
+
+
 def test_given_scores_that_do_not_fit_are_refused() -> None:
     config = tiny_model("llama").config
     policy = EvictionPolicy(num_heavy=5, num_recent=3, score_rule="given")
@@ -197,6 +222,13 @@ def test_given_scores_that_do_not_fit_are_refused() -> None:
         H2OCache(config, policy, given_scores=[scores[0]] * 2)
     with pytest.raises(TypeError, match="given_scores must be tensors, got list"):
         H2OCache(config, policy, given_scores=[[[0.5]]] * 2)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="given_scores must be a sequence of tensors, got 5"):
+        H2OCache(config, policy, given_scores=5)  # type: ignore[arg-type]
+    model = tiny_model("llama")
+    cache = H2OCache(model.config, policy, given_scores=[torch.rand(3, 9)] * 2)
+    message = r"given_scores must be \[num_kv_heads = 2, length\], got \[3, 9\] in layer 0"
+    with pytest.raises(ValueError, match=message):
+        forward(model, tokens(1, 4), cache)
 
 
 @pytest.mark.parametrize("name", ["mean", "decay", "random", "strided+h2", "h2o+quest"])

@@ -202,19 +202,17 @@ class ChoiceData:
             self._rows = self._rows[: len(self._rows) - num_pool]
         if shots > len(self._pool):
             raise EvalError(f"{files[-1]}: {shots} shots need as many rows, got {len(self._pool)}")
+        for index, row in enumerate(self._rows):
+            self._read(row, f"row {index}")
+        for row in self._pool:
+            self._solved(row)
         self.fingerprint = fingerprint(*files)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> ChoiceExample:
-        """The example of row `index`.
-
-        Raises
-        ------
-        EvalError
-            The row lacks a field, or has one of another type.
-        """
+        """The example of row `index`."""
         drawn = random.Random(f"{self.seed} {index}").sample(self._pool, self.shots)
         prefix = "".join(self._solved(row) + _SEPARATOR for row in drawn)
         pairs, label = self._read(self._rows[index], f"row {index}")

@@ -32,7 +32,7 @@ def read_rows(file: Path) -> list[Row]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EvalError(f"{file}: line {number} must be JSON: {error}") from error
         if not isinstance(row, dict):
             raise EvalError(f"{file}: line {number} must be a JSON object, got {line[:40]!r}")
@@ -67,8 +67,8 @@ def fingerprint(*files: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def value(row: Row, field: str, kind: type) -> Any:
-    """A field of a row, of that type.
+def value(row: Row, field: str, kind: type | tuple[type, ...]) -> Any:
+    """A field of a row, of that type, or one of those.
 
     Raises
     ------
@@ -78,5 +78,6 @@ def value(row: Row, field: str, kind: type) -> Any:
     found = row.get(field)
     # A bool is an int to Python, and no number in JSON.
     if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
-        raise EvalError(f"field {field!r} must be {kind.__name__}, got {found!r} in {row!r:.200}")
+        name = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+        raise EvalError(f"field {field!r} must be {name}, got {found!r} in {row!r:.200}")
     return found

@@ -1,6 +1,7 @@
 """lm-evaluation-harness on our cache: its Hugging Face model, its requests under a policy.
 
-Importing this registers the model "h2o" with lm-evaluation-harness 0.4 (extra `lm-eval`).
+Importing this registers the model "h2o" with lm-evaluation-harness 0.4 (extra `lm-eval`). Its command
+line does not import it, so `python -m h2o_kv.eval.lm_eval_model` is that command line with it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class H2OLM(HFLM):  # type: ignore[misc]
     ----------
     pretrained : str or PreTrainedModel
     policy : str
-        Name in `h2o_kv.policies`.
+        Name in `h2o_kv.policies`. With "full" all that is computed is computed by HFLM.
     ratio : float
         Slots, as a part of the real tokens of each request: context and continuation, or the prompt and
         the most tokens that may be generated.
@@ -82,7 +83,19 @@ class H2OLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """(log-probability, is greedy) of each (texts, context, continuation); a long context is cut."""
+        """(log-probability, is greedy) of each (texts, context, continuation); a long context is cut.
+
+        Raises
+        ------
+        EvalError
+            A continuation is longer than `max_length`.
+        """
+        if not self.setting.evicts:
+            with attention_for(self.model, self.setting):
+                theirs: list[tuple[float, bool]] = super()._loglikelihood_tokens(
+                    requests, disable_tqdm, override_bs
+                )
+            return theirs
         wanted = [self._request(context, rest) for _, context, rest in requests]
         found: dict[int, tuple[float, bool]] = {}
         with tqdm(
@@ -102,17 +115,42 @@ class H2OLM(HFLM):  # type: ignore[misc]
     def _request(self, context: list[int], continuation: list[int]) -> Request:
         # Of which the last token is not fed, as in HFLM.
         room = self.max_length + 1 - len(continuation)
+        if room < 1:
+            raise EvalError(
+                f"H2OLM: a continuation must be <= max_length = {self.max_length} tokens, got "
+                f"{len(continuation)}"
+            )
         return Request(tuple(context[-room:]), tuple(continuation))
 
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> Tensor:
-        """Generate as HFLM does, on a cache of the setting."""
+        """Generate as HFLM does, on caches of the setting.
+
+        Rows whose policies differ in more than their counts are batches of their own.
+        """
         new_tokens = max_length - context.shape[1]
-        lengths = generation_kwargs["attention_mask"].sum(1).tolist()
-        cache = policy_cache(self.model, [length + new_tokens for length in lengths], self.setting)
-        with attention_for(self.model, self.setting), torch.inference_mode():
-            output: Tensor = super()._model_generate(
-                context, max_length, stop, **generation_kwargs, **{cache_kwarg(self.model): cache}
-            )
-        return output
+        mask: Tensor = generation_kwargs.pop("attention_mask")
+        sizes = [length + new_tokens for length in mask.sum(1).tolist()]
+        output = context.new_full((len(context), max_length), self.tokenizer.pad_token_id)
+        longest = 0
+        for rows in self.setting.alike(sizes):
+            cache = policy_cache(self.model, [sizes[row] for row in rows], self.setting)
+            with attention_for(self.model, self.setting), torch.inference_mode():
+                texts: Tensor = super()._model_generate(
+                    context[rows],
+                    max_length,
+                    stop,
+                    attention_mask=mask[rows],
+                    **generation_kwargs,
+                    **{cache_kwarg(self.model): cache},
+                )
+            longest = max(longest, texts.shape[1])
+            output[rows, : texts.shape[1]] = texts
+        return output[:, :longest]
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

@@ -92,6 +92,7 @@ class PerplexityTask:
     """
 
     prompt_format = "text without special tokens, in segments with a fresh cache"
+    generates = False
 
     def __init__(self, spec: TaskSpec, tokenizer: Any) -> None:
         if spec.prompt_tokens < 1 or spec.new_tokens < 1:

@@ -35,6 +35,8 @@ class RetrievalTask:
     whose evidence was kept is not the policy's choice of tokens.
     """
 
+    generates = True
+
     def __init__(self, spec: TaskSpec, tokenizer: Any) -> None:
         self.name = spec.name
         self._tokenizer, self._spec = tokenizer, spec
@@ -43,6 +45,11 @@ class RetrievalTask:
             self._rows = read_rows(file)
             self.options: dict[str, Any] = {"seed": spec.seed}
             self.prompt_format = "RULER"
+            for index in range(len(self)):
+                try:
+                    self.probe(index)
+                except EvalError as error:
+                    raise EvalError(f"{file}: row {index}: {error}") from error
         else:
             if spec.prompt_tokens < 1:
                 raise EvalError(

@@ -97,7 +97,7 @@ def run_sweep(
     Raises
     ------
     EvalError
-        A task or its data will not do; found before anything is run.
+        A task or its data will not do, or a policy cannot run a task; found before anything is run.
     ModelLoadError
         The model cannot be loaded.
     """
@@ -129,6 +129,12 @@ def _tasks(plan: Plan, tokenizer: Any) -> dict[TaskSpec, Task]:
         if len(task) == 0:
             options = "".join(f", {name} {value}" for name, value in task.options.items())
             raise EvalError(f"{task.name}{options}: must have at least one example, got none")
+        oracles = [setting.policy for setting in plan.settings if setting.needs_oracle]
+        if task.generates and oracles:
+            raise EvalError(
+                f"{task.name}: policy must be one that does not need the whole text beforehand, got "
+                f"{oracles[0]}"
+            )
         found.setdefault(f"{task.name} {sorted(task.options.items())}", (spec, task))
     return dict(found.values())
 

@@ -66,12 +66,15 @@ class Task(Protocol):
         Fingerprint of its files.
     prompt_format : str
         Where its prompts come from.
+    generates : bool
+        Whether its texts are generated, so that no policy can know the whole of them beforehand.
     """
 
     name: str
     options: dict[str, Any]
     data: str
     prompt_format: str
+    generates: bool
 
     def __len__(self) -> int:
         """Examples that there are."""
@@ -100,6 +103,7 @@ class ChoiceTask:
     """
 
     prompt_format = "lm-evaluation-harness 0.3"
+    generates = False
 
     def __init__(self, spec: TaskSpec, tokenizer: Any) -> None:
         self.name = spec.name

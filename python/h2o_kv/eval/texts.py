@@ -98,6 +98,8 @@ class TextTask:
     summary of all texts, or for reading: each line of results has the answers.
     """
 
+    generates = True
+
     def __init__(self, spec: TaskSpec, tokenizer: Any) -> None:
         if spec.new_tokens < 1:
             raise EvalError(f"{spec.name}: new tokens must be >= 1, got {spec.new_tokens}")
@@ -108,11 +110,13 @@ class TextTask:
         self.data = fingerprint(file)
         self._rows = read_rows(file)
         self._tokenizer, self._spec = tokenizer, spec
-        try:
-            for row in self._rows:
+        for index, row in enumerate(self._rows):
+            try:
                 self._format.turns(row)
-        except EvalError as error:
-            raise EvalError(f"{file}: {error}") from error
+                if self._format.references is not None:
+                    self._format.references(row)
+            except EvalError as error:
+                raise EvalError(f"{file}: row {index}: {error}") from error
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -618,8 +618,8 @@ class H2OCache(Cache):  # type: ignore[misc]
             Of this cache, which has its memory: after a forward or `early_initialization`. What it
             held is forgotten.
         other : H2OCache
-            Of the same model and with the same `gqa_reduce` and `positions`, such as one that a
-            prompt was run through alone. It keeps its row.
+            Of the same model and with the same `gqa_reduce`, rules, `given_scores` and `positions`,
+            such as one that a prompt was run through alone. It keeps its row.
         source : int
             Row of `other`, whose budget goes with it and must fit into the capacity here.
 
@@ -650,6 +650,10 @@ class H2OCache(Cache):  # type: ignore[misc]
             "positions": (repr(self.positions), repr(other.positions)),
         }
         check_alike(facts)
+        if not _same_scores(self._settings.given_scores, other._settings.given_scores):
+            raise ValueError(
+                "H2OCache.insert: given_scores of both caches must be the same, got others in other"
+            )
         for name, cache in (("this cache", self), ("other", other)):
             if cache.budgets is None:
                 raise ValueError(
@@ -940,6 +944,8 @@ def _given_scores(
         raise ValueError(
             f'H2OCache: score_rule must be "given" with given_scores, got "{policy.score_rule}"'
         )
+    if not isinstance(given, (Sequence, Tensor)):
+        raise TypeError(f"H2OCache: given_scores must be a sequence of tensors, got {given!r}")
     scores = tuple(given)
     if len(scores) != num_layers:
         raise ValueError(
@@ -956,6 +962,15 @@ def _given_scores(
                 f"{list(scores_of_layer.shape)}"
             )
     return scores
+
+
+def _same_scores(mine: Sequence[Tensor] | None, theirs: Sequence[Tensor] | None) -> bool:
+    """Whether two caches give their positions the same scores."""
+    if mine is theirs:
+        return True
+    if mine is None or theirs is None:
+        return False
+    return all(torch.equal(a.to(b), b) for a, b in zip(mine, theirs, strict=True))
 
 
 def _count(name: str, value: Any) -> int:

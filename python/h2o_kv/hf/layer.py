@@ -262,7 +262,12 @@ class H2OLayer(RollbackMemory):
             return {}
         assert self.scores is not None
         given = self.settings.given_scores[self.layer_idx].to(self.scores)
-        length = given.shape[1]
+        num_kv_heads, length = self.scores.shape[1], given.shape[1]
+        if given.shape[0] != num_kv_heads:
+            raise ValueError(
+                f"H2OCache: given_scores must be [num_kv_heads = {num_kv_heads}, length], got "
+                f"{list(given.shape)} in layer {self.layer_idx}"
+            )
         scores = given[:, position.clamp(0, length - 1)].transpose(0, 1)
         return {"score_new": scores.masked_fill(position[:, None] >= length, 0)}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import reprlib
 import secrets
@@ -220,7 +221,7 @@ def _header(metadata: dict[str, str] | None) -> dict[str, Any]:
             f'must be a saved session, got a safetensors file without metadata "{_METADATA_KEY}"'
         )
     try:
-        header = json.loads(text)
+        header = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except ValueError as error:
         raise ValueError(f"header must be JSON, got: {error}") from error
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
@@ -233,15 +234,26 @@ def _header(metadata: dict[str, str] | None) -> dict[str, Any]:
         )
     _check_digest("header", header.pop("sha256", None), _json_digest(header))
     _fill_in(header, _LATER, written)
-    if isinstance(header.get("options"), dict):
-        _fill_in(header["options"], _LATER_OPTIONS, written)
-    if isinstance(header.get("policy"), dict):
-        _fill_in(header["policy"], _LATER_POLICY, written)
+    _fill_in(header.get("options"), _LATER_OPTIONS, written)
+    policy = header.get("policy")
+    for one in policy if isinstance(policy, list) else [policy]:
+        _fill_in(one, _LATER_POLICY, written)
     return _object("header", header, _HEADER)
 
 
-def _fill_in(entries: dict[str, Any], later: dict[str, tuple[int, Any]], written: int) -> None:
-    """Add what the version that was written did not have yet."""
+def _no_constant(name: str) -> float:
+    raise ValueError(f"numbers must be finite, got {name}")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_constant(text)
+
+
+def _fill_in(entries: Any, later: dict[str, tuple[int, Any]], written: int) -> None:
+    """Add what the version that was written did not have yet; what is no object is left to others."""
+    if not isinstance(entries, dict):
+        return
     for key, (version_of_it, absent) in later.items():
         if written < version_of_it:
             entries.setdefault(key, absent)

@@ -25,6 +25,7 @@ from h2o_kv.parity.mode import (
     attention_weights,
     causal,
     check_count,
+    check_integer,
     check_ratio,
     check_replay,
     group_sums,
@@ -99,6 +100,7 @@ class Fixed(CachingMode):
             raise ValueError(
                 f'fixed: prefill must be "one_shot" or "streaming", got {self.prefill!r}'
             )
+        check_integer("fixed: prefill_chunk", self.prefill_chunk)
         if self.prefill_chunk < 1:
             raise ValueError(f"fixed: prefill_chunk must be >= 1, got {self.prefill_chunk}")
 
@@ -245,8 +247,13 @@ class RealDropRolling(RealDrop):
         Raises
         ------
         ValueError
-            prompt_len is out of its range, or heads is no multiple.
+            prompt_len is out of its range, shapes do not fit, or heads is no multiple.
         """
+        if query.ndim != 3 or key.ndim != 3 or query.shape[1:] != key.shape[1:] or 0 in key.shape:
+            raise ValueError(
+                f"{self.name}: query and key must be [heads, seq_len, head_dim], alike but for their "
+                f"heads, got {list(query.shape)} and {list(key.shape)}"
+            )
         heads, seq_len, head_dim = query.shape
         group_size = heads // key.shape[0]
         factor = head_dim**-0.5 if scale is None else scale

@@ -23,6 +23,7 @@ from h2o_kv.parity.mode import (
     ParityTrace,
     attention_weights,
     causal,
+    check_integer,
     check_ratio,
     check_replay,
     group_sums,
@@ -100,6 +101,7 @@ class FlexGen(CachingMode):
         """
         check_replay(self.name, logits, prompt_len, group_size)
         k = self.k(prompt_len)
+        check_integer(f"{self.name}: num_pads", num_pads)
         if not 0 <= num_pads < prompt_len:
             raise ValueError(
                 f"{self.name}: num_pads must be in 0..{prompt_len - 1} (prompt_len - 1), got {num_pads}"

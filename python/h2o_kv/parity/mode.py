@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "attention_weights",
     "causal",
     "check_count",
+    "check_integer",
     "check_ratio",
     "check_replay",
     "group_sums",
@@ -123,8 +125,8 @@ class ParityMode(ABC):
 
         Raises
         ------
-        ValueError
-            An argument has another shape or dtype, or is out of its range.
+        TypeError, ValueError
+            An argument has another type, shape or dtype, or is out of its range.
         """
 
     @abstractmethod
@@ -265,14 +267,23 @@ def group_sums(weights: Tensor, group_size: int) -> Tensor:
 
 def check_ratio(name: str, ratio: float) -> None:
     """Refuse what is no part of a length."""
+    if isinstance(ratio, bool) or not isinstance(ratio, Real):
+        raise TypeError(f"{name} must be a number, got {ratio!r}")
     if not 0 <= ratio <= 1:
         raise ValueError(f"{name} must be in 0..1, got {ratio}")
 
 
 def check_count(name: str, count: int) -> None:
     """Refuse what is no number of tokens."""
+    check_integer(name, count)
     if count < 0:
         raise ValueError(f"{name} must be >= 0, got {count}")
+
+
+def check_integer(name: str, number: int) -> None:
+    """Refuse what is no integer, bools among it."""
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        raise TypeError(f"{name} must be an integer, got {number!r}")
 
 
 def check_replay(name: str, logits: Tensor, prompt_len: int, group_size: int = 1) -> None:
@@ -285,6 +296,8 @@ def check_replay(name: str, logits: Tensor, prompt_len: int, group_size: int = 1
         raise ValueError(f"{name}: logits must be of a float dtype, got {logits.dtype}")
     if not math.isfinite(logits.tril().double().abs().sum()):
         raise ValueError(f"{name}: logits must be finite up to the diagonal, got some that are not")
+    check_integer(f"{name}: prompt_len", prompt_len)
+    check_integer(f"{name}: group_size", group_size)
     if not 1 <= prompt_len <= logits.shape[1]:
         raise ValueError(
             f"{name}: prompt_len must be in 1..{logits.shape[1]} (seq_len), got {prompt_len}"

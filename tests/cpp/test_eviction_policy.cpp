@@ -191,6 +191,10 @@ TEST_CASE("the rules are checked and shown where they are not H2O's", "[eviction
   check_refused(scoring({.decay = std::nan("")}), "score_decay must be > 0 and <= 1, got nan");
   check_refused(scoring({.seed = 1}),
                 R"(score_seed must be 0 unless score_rule is "random", got 1 with "sum")");
+  check_refused(scoring({.rule = h2o::ScoreRule::kRandom, .seed = h2o::kMaxTokens + 1}),
+                "score_seed must be <= 2147483647, got 2147483648");
+  check_refused(scoring({.rule = h2o::ScoreRule::kRandom, .seed = -1}),
+                "score_seed must be >= 0, got -1");
   check_refused(scoring({.num_queries = -1}), "score_queries must be >= 0, got -1");
   check_refused(scoring({.pool = 2}), "score_pool must be odd and >= 1, got 2");
   check_refused(scoring({.pattern_stride = 4, .pattern_columns = 5}),

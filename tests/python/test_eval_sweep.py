@@ -450,6 +450,7 @@ def test_help_names_tasks_and_policies(capsys: pytest.CaptureFixture[str]) -> No
         (["--prefill", "x"], r"h2o-kv eval: prefill must be one of streamed, one_shot, got 'x'"),
         (["--budgets", "120%"], r"h2o-kv eval: budgets must be parts in \(0, 1\], got 1.2"),
         (["--budgets", "20"], r"h2o-kv eval: argument --budgets: must be parts .*, got '20' .*"),
+        (["--budgets", "x"], r"h2o-kv eval: argument --budgets: must be parts .*, got 'x' .*"),
         (["--shots", "x"], r"h2o-kv eval: argument --shots: must be counts .*, got 'x' .*"),
         (["--shots", "11"], r"h2o-kv eval: shots must be in 0\.\.10, got 11"),
         (["--limit", "0"], r"h2o-kv eval: --limit must be >= 1, got 0"),

@@ -259,6 +259,14 @@ def test_an_unknown_keyword_is_told_with_the_nearest_one(keyword: str, nearest: 
             {"num_heavy": 0, "num_recent": 0},
             "num_sink + num_heavy + num_recent must be >= 1, got 0",
         ),
+        (
+            {"score_rule": "random", "score_seed": 2**63},
+            f"score_seed must be <= 2147483647, got {2**63}",
+        ),
+        ({"score_rule": "random", "score_seed": -1}, "score_seed must be >= 0, got -1"),
+        ({"score_queries": 2**31}, "score_queries must be <= 2147483647, got 2147483648"),
+        ({"score_pool": 2**31 + 1}, "score_pool must be <= 2147483647, got 2147483649"),
+        ({"read_slots": 2**31}, "read_slots must be <= 2147483647, got 2147483648"),
         ({"gqa_reduce": "mean"}, 'gqa_reduce must be one of "sum", "max", got "mean"'),
     ],
 )

@@ -566,13 +566,14 @@ def test_files_that_are_no_sessions_are_refused(tmp_path: Path) -> None:
         H2OCache.load(tmp_path, config)
 
 
-def test_a_later_format_is_refused_by_its_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [0, 4])
+def test_another_format_is_refused_by_its_version(version: int, tmp_path: Path) -> None:
     model, _ = filled(tmp_path / "a")
     header, tensors = opened(tmp_path / "a")
-    write(tmp_path / "a", {**header, "version": 4, "library": "7.5", "new": 1}, tensors)
+    write(tmp_path / "a", {**header, "version": version, "library": "7.5", "new": 1}, tensors)
     match = (
-        rf"version must be <= 3, the latest that h2o-kv {__version__} reads, got 4, written by "
-        "h2o-kv '7.5'$"
+        rf"version must be in 1..3, the latest that h2o-kv {__version__} reads, got {version}, "
+        "written by h2o-kv '7.5'$"
     )
     refused(tmp_path / "a", model.config, match)
 

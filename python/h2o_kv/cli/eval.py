@@ -205,7 +205,10 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _parts(text: str) -> tuple[float, ...]:
-    parts = [parse_budget(part.strip()) for part in text.split(",")]
-    if any(isinstance(part, int) for part in parts):
+    try:
+        parts = [parse_budget(part.strip()) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        parts = []
+    if not parts or any(isinstance(part, int) for part in parts):
         raise argparse.ArgumentTypeError(f"must be parts (20% or 0.2), got {text!r}")
     return tuple(float(part) for part in parts)

@@ -174,6 +174,10 @@ def main(args: argparse.Namespace) -> int:
         prompt = read_prompt(args)
         if args.plot is not None:
             load_pyplot()
+            if not args.plot.absolute().parent.is_dir():
+                raise ValueError(
+                    f"--plot must be a file in a folder that is there, got {args.plot}"
+                )
     except (ValueError, OSError, ImportError) as error:
         raise UserError(one_line(error)) from error
     if settings.threads is not None:

@@ -227,9 +227,9 @@ def _header(metadata: dict[str, str] | None) -> dict[str, Any]:
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
         raise ValueError(f'header must have format "{_FORMAT}", got {reprlib.repr(header)}')
     written = _number("version", header.get("version"))
-    if written > FORMAT_VERSION:
+    if not 1 <= written <= FORMAT_VERSION:
         raise ValueError(
-            f"version must be <= {FORMAT_VERSION}, the latest that h2o-kv {version()} reads, got "
+            f"version must be in 1..{FORMAT_VERSION}, the latest that h2o-kv {version()} reads, got "
             f"{written}, written by h2o-kv {reprlib.repr(header.get('library'))}"
         )
     _check_digest("header", header.pop("sha256", None), _json_digest(header))

@@ -11,7 +11,7 @@
 #   make build | lint | format | clean
 #
 # TORCH="torch==2.13.*"  another torch (only where the .venv has none yet)
-# EXTRAS="lm-eval"  more extras of pyproject.toml to install, whose tests are skipped without them
+# EXTRAS="lm-eval"  more extras of pyproject.toml, installed when the .venv is made; their tests are skipped without them
 # CMAKE_ARGS="-DH2O_CUDA=OFF"  more options for CMake; PYTHON=python3.12  another interpreter for the .venv
 PYTHON ?= python3
 VENV ?= .venv

@@ -303,6 +303,10 @@ def test_wilson_s_interval() -> None:
     assert wilson(62, 100) == pytest.approx((0.62, 0.522098, 0.709024), abs=2e-6)
     assert wilson(0, 10) == pytest.approx((0.0, 0.0, 0.277533), abs=1e-5)
     assert wilson(10, 10) == pytest.approx((1.0, 0.722467, 1.0), abs=1e-5)
+    for trials in range(1, 60):
+        for successes in range(trials + 1):
+            mean, low, high = wilson(successes, trials)
+            assert 0 <= low <= mean <= high <= 1  # or a plot refuses its error bars
     with pytest.raises(ValueError, match="got 3 of 2"):
         wilson(3, 2)
 

@@ -41,7 +41,7 @@ def wilson(successes: int, trials: int) -> Interval:
         / (1 + z * z / trials)
         * math.sqrt(mean * (1 - mean) / trials + z * z / (4 * trials * trials))
     )
-    return Interval(mean, max(0.0, centre - half), min(1.0, centre + half))
+    return _around(mean, max(0.0, centre - half), min(1.0, centre + half))
 
 
 def bootstrap(values: Sequence[float]) -> Interval:
@@ -56,4 +56,9 @@ def bootstrap(values: Sequence[float]) -> Interval:
     draws = np.random.default_rng(0)
     means = [sample[draws.integers(len(sample), size=len(sample))].mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(means, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
-    return Interval(float(sample.mean()), float(low), float(high))
+    return _around(float(sample.mean()), float(low), float(high))
+
+
+def _around(mean: float, low: float, high: float) -> Interval:
+    """The interval, whose mean is not outside of it by a rounding."""
+    return Interval(mean, min(low, mean), max(high, mean))

@@ -11,7 +11,7 @@
 #   make build | lint | format | clean
 #
 # TORCH="torch==2.13.*"  another torch (only where the .venv has none yet)
-# EXTRAS="lm-eval"  more extras of pyproject.toml, installed when the .venv is made; their tests are skipped without them
+# EXTRAS="lm-eval"  more extras of pyproject.toml to install; their tests are skipped without them
 # CMAKE_ARGS="-DH2O_CUDA=OFF"  more options for CMake; PYTHON=python3.12  another interpreter for the .venv
 PYTHON ?= python3
 VENV ?= .venv
@@ -39,7 +39,7 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h'
 
 .PHONY: demo test test-cpp test-python cpp sanitize asan tsan fuzz build setup lint format bench clean model
 demo: build model
-	$(BIN)/h2o-kv generate --compare local --max-new-tokens 100
+	OMP_WAIT_POLICY=passive $(BIN)/h2o-kv generate --compare local --max-new-tokens 100
 
 test: test-cpp test-python
 
@@ -77,10 +77,13 @@ fuzz: setup
 build: setup
 	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
 
-setup: $(VENV)/.installed
+# What is installed hangs on the extras, too.
+INSTALLED := $(VENV)/.installed$(shell printf -- '-%s' $(EXTRAS) | sed 's/^-$$//')
+
+setup: $(INSTALLED)
 
 # A torch of the machine's own Python is used as it is.
-$(VENV)/.installed: pyproject.toml
+$(INSTALLED): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $$($(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages) $(VENV)
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install --progress-bar off "$(TORCH)"
 	$(PIP) install --quiet $$($(BIN)/python cmake/requirements.py build dev $(EXTRAS))

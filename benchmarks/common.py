@@ -356,7 +356,7 @@ def read_text(file: Path | None) -> str:
 
 
 def commit() -> str:
-    """Short hash of the checkout's commit, "-dirty" behind it if files differ.
+    """Short hash of the checkout's commit, "-dirty" behind it if files of it differ.
 
     Where there is no repository: what H2O_COMMIT says, else "unknown".
     """
@@ -366,7 +366,10 @@ def commit() -> str:
             [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
         ).stdout.strip()
         changed = subprocess.run(
-            [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
+            [*git, "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("H2O_COMMIT") or "unknown"

@@ -101,7 +101,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="CPU threads of PyTorch")
-    parser.add_argument("--profile", action="store_true", help="profile a few steps of each cache")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="profile a few steps of each cache; done anyway where H2O is slower",
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/compare_policies"))
     parser.add_argument(
         "--quick",

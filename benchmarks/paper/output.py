@@ -40,6 +40,8 @@ class Run:
         Whether the official scripts' modes are run beside.
     memory : str or None
         Instead of the variant's limit.
+    quick : bool
+        Whether it is to show that everything runs, and no result.
     progress : callable
     """
 
@@ -52,6 +54,7 @@ class Run:
     threads: int | None = None
     parity: bool = False
     memory: str | None = None
+    quick: bool = False
     progress: Progress = lambda text, done: None
 
 
@@ -97,6 +100,8 @@ def document(
         "dtype": variant.dtype,
         "device": variant.device,
     }
+    if run.quick:
+        common = {"QUICK RUN": "few, short examples; shows that it runs, no result", **common}
     return {
         "table": run.name,
         "title": run.table.title,

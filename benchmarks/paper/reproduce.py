@@ -118,6 +118,7 @@ def run_one(
         processes=args.processes,
         threads=args.threads,
         memory=args.memory,
+        quick=args.quick,
         progress=lambda text, done: show(name, text, done),
     )
     # With "all", tables without the scripts' flags are run without them.

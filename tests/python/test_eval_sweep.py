@@ -362,6 +362,14 @@ def test_a_summary_s_numbers() -> None:
     assert "| h2o | 20% | streamed | 3 | 15.0 | 3.0 | 1 | 0.333 [0.061, 0.792] | -0.333 [" in table
 
 
+def test_a_policy_that_reads_a_part_need_not_evict() -> None:
+    fields = {"kept": [10, 20], "nothing_evicted": True, "ratio": 0.125}
+    [group] = summarise([row_of(policy, 0, 1.0, **fields) for policy in ("top-k", "h2o")])
+    table = markdown([group])
+    assert "| top-k | 12.5% | streamed | 1 | 15.0 | 15.0 |  | 1.000" in table
+    assert "| h2o | 12.5% | streamed | 1 | 15.0 | 15.0 | 1 | 1.000" in table
+
+
 def test_a_likelihood_becomes_a_perplexity() -> None:
     rows = [row_of("full", i, 0.0, metrics={"nll": nll}) for i, nll in enumerate((1.0, 3.0))]
     [group] = summarise(rows)

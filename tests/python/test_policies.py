@@ -37,6 +37,13 @@ def cache_of(model: Any, policy: NamedPolicy, total: int, length: int = LENGTH) 
     options: dict[str, Any] = {"prefill": "one_shot"}
     if "streaming" in policy.prefills:
         options = {"prefill": "streaming", "prefill_chunk": 1}
+    if policy.needs_oracle:
+        draws = torch.Generator().manual_seed(0)
+        heads = model.config.num_key_value_heads
+        options["given_scores"] = [
+            torch.rand(heads, length, generator=draws)
+            for _ in range(model.config.num_hidden_layers)
+        ]
     return H2OCache(model, made, **options, **policy.cache_options)
 
 
@@ -187,7 +194,9 @@ def test_the_oracle_keeps_what_it_is_given() -> None:
 
 def test_a_row_is_inserted_only_where_positions_have_the_same_scores() -> None:
     model = tiny_model("llama")
-    policy = EvictionPolicy(num_heavy=3, num_recent=2, score_rule="given")
+    policy = EvictionPolicy(
+        num_heavy=3, num_recent=2, score_rule="given", pattern_stride=8, pattern_columns=1
+    )
     scores = torch.rand(2, 30, generator=torch.Generator().manual_seed(0))
 
     def filled(given: list[torch.Tensor] | None) -> H2OCache:
@@ -216,6 +225,8 @@ def test_given_scores_that_do_not_fit_are_refused() -> None:
     scores = torch.rand(2, 5)
     with pytest.raises(ValueError, match=r'score_rule must be "given" .*, got "sum"'):
         H2OCache(config, policy.replace(score_rule="sum"), given_scores=[scores] * 2)
+    with pytest.raises(ValueError, match="given_scores must be given with .* got None"):
+        H2OCache(config, policy)
     with pytest.raises(ValueError, match="given_scores must be one a layer = 2, got 3"):
         H2OCache(config, policy, given_scores=[scores] * 3)
     with pytest.raises(ValueError, match=r"must be \[num_kv_heads, length\].*got \[5\]"):

@@ -521,10 +521,11 @@ class _Screen:
         if self._as_json:
             return
         budget = policy.budget()
+        rules = "".join(f", {name} {value}" for name, value in rules_of(policy).items())
         self._out.print(
             f"{settings.model or EMBEDDED_MODEL}, {settings.dtype}, {settings.device}: prompt of "
             f"{prompt_len} tokens; H2O keeps {budget.total} = {budget.num_sink} sink + "
-            f"{budget.num_heavy} heavy + {budget.num_recent} recent ({settings.prefill} prefill)",
+            f"{budget.num_heavy} heavy + {budget.num_recent} recent ({settings.prefill} prefill{rules})",
             style="dim",
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 from h2o_kv.eval.data import EvalError, Row
 from h2o_kv.eval.intervals import RESAMPLES, Interval, bootstrap, wilson
 from h2o_kv.eval.text_metrics import self_bleu
-from h2o_kv.policies import POLICIES
+from h2o_kv.policies import POLICIES, named
 
 __all__ = ["Group", "Point", "markdown", "plot", "summarise"]
 
@@ -184,11 +184,21 @@ def markdown(groups: Sequence[Group]) -> str:
     return "\n".join(parts)
 
 
+def _reads_a_part(point: Point) -> bool:
+    """Whether the policy need not evict to say something: it keeps everything and reads a part."""
+    policy = named(point.policy).with_slots(1, length=1) if point.policy in POLICIES else None
+    return policy is not None and policy.arguments["read_slots"] > 0
+
+
 def _cells(point: Point, names: Sequence[str], compared: Container[str]) -> list[str]:
     full = point.prefill == _FULL
-    cells = [point.policy, "all" if full else f"{point.ratio:.0%}", "" if full else point.prefill]
+    cells = [
+        point.policy,
+        "all" if full else f"{100 * point.ratio:.4g}%",
+        "" if full else point.prefill,
+    ]
     cells += [f"{point.examples}", f"{point.seen:.1f}", f"{point.kept:.1f}"]
-    cells.append("" if full else f"{point.nothing_evicted}")
+    cells.append("" if full or _reads_a_part(point) else f"{point.nothing_evicted}")
     for name in names:
         cells.append(_shown(point.metrics[name]))
         if name in compared:
@@ -262,7 +272,7 @@ def _draw(group: Group, panel: Any) -> None:
         )
     panel.set_xscale("log")
     ratios = sorted({point.ratio for point in group.points if point.prefill != _FULL})
-    panel.set_xticks([100 * ratio for ratio in ratios], [f"{ratio:.0%}" for ratio in ratios])
+    panel.set_xticks([100 * ratio for ratio in ratios], [f"{100 * ratio:.4g}%" for ratio in ratios])
     panel.minorticks_off()
     panel.set(xlabel="slots, part of the example's tokens", ylabel=name, title=group.title)
     panel.legend(fontsize="small")

@@ -939,6 +939,10 @@ def _given_scores(
 ) -> tuple[Tensor, ...] | None:
     """The scores that positions come with, checked as far as it can be before the first keys."""
     if given is None:
+        if policy.score_rule == "given" and policy.arguments["pattern_stride"] == 0:
+            raise ValueError(
+                'H2OCache: given_scores must be given with score_rule "given" and no pattern, got None'
+            )
         return None
     if policy.score_rule != "given":
         raise ValueError(

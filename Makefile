@@ -39,7 +39,7 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h'
 
 .PHONY: demo test test-cpp test-python cpp sanitize asan tsan fuzz build setup lint format bench clean model
 demo: build model
-	OMP_WAIT_POLICY=passive $(BIN)/h2o-kv generate --compare local --max-new-tokens 100
+	$(BIN)/h2o-kv generate --compare local --max-new-tokens 100
 
 test: test-cpp test-python
 

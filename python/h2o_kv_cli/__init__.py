@@ -161,10 +161,20 @@ def _run(arguments: list[str], program: list[str]) -> int:
         parser.print_help()
         return 0
     program.append(options.command)
+    _spin_briefly()
     module = importlib.import_module(_COMMANDS[options.command][0])
     command = Parser(prog=" ".join(program), description=module.DESCRIPTION)
     module.add_arguments(command)
     return module.main(command.parse_args(arguments[1:])) or 0
+
+
+def _spin_briefly() -> None:
+    """Have threads that wait for work sleep soon, before OpenMP is loaded (docs/cpu.md).
+
+    For as long as they spin by default, they hold up those that work where the cores are shared.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 def _refuse(program: list[str], message: str) -> int:

@@ -198,6 +198,26 @@ def test_every_option_overrides_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "3000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+def test_waiting_threads_sleep_soon(
+    given: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # Put back afterwards, whatever happens to it.
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert main(["trace", "--list"]) == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == found
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--heavy", "x"], r"argument --heavy: must be a count \(128\) or a part .*, got 'x'"),

@@ -479,10 +479,15 @@ def test_wrong_evidence_is_one_line(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["scissorhands"], "--prefill must be streaming with --policy scissorhands, got one_shot"),
+        (
+            ["scissorhands"],
+            "--prefill must be streaming and --prefill-chunk 1 with --policy scissorhands, got "
+            "one_shot and 64",
+        ),
         (
             ["scissorhands", "--prefill", "streaming"],
-            "--prefill-chunk must be 1 with --policy scissorhands, got 64",
+            "--prefill must be streaming and --prefill-chunk 1 with --policy scissorhands, got "
+            "streaming and 64",
         ),
         (
             ["snapkv", "--prefill", "streaming"],

@@ -295,15 +295,12 @@ def _spec(
     ratio = _RATIO if args.ratio is None else args.ratio
     slots = count_of(ratio, prompt_tokens) if args.slots is None else args.slots
     policy = named(args.policy)
-    if spec.prefill not in policy.prefills:
-        raise UserError(
-            f"--prefill must be {' or '.join(policy.prefills)} with --policy {policy.name}, got "
-            f"{spec.prefill}"
-        )
-    if policy.prefills == ("streaming",) and spec.prefill_chunk != 1:
-        raise UserError(
-            f"--prefill-chunk must be 1 with --policy {policy.name}, got {spec.prefill_chunk}"
-        )
+    one_by_one = policy.prefills == ("streaming",)
+    if spec.prefill not in policy.prefills or (one_by_one and spec.prefill_chunk != 1):
+        rule, got = " or ".join(policy.prefills), spec.prefill
+        if one_by_one:
+            rule, got = f"{rule} and --prefill-chunk 1", f"{got} and {spec.prefill_chunk}"
+        raise UserError(f"--prefill must be {rule} with --policy {policy.name}, got {got}")
     return replace(spec, policy=policy.with_slots(slots, length=tokens))
 
 

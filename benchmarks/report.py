@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from h2o_kv.diagnostics import plots
+from h2o_kv import figures
 
 Point = dict[str, Any]
 # OPT-6.7B has the heads of Llama-2-7B.
@@ -325,7 +325,7 @@ class Report:
 def load_pyplot() -> Any:
     """matplotlib.pyplot for files; None where it is not installed."""
     try:
-        return plots.load_pyplot()
+        return figures.load_pyplot()
     except ImportError:
         return None
 

@@ -22,6 +22,7 @@ from h2o_kv.eval.caches import Setting
 from h2o_kv.eval.data import Row
 from h2o_kv.eval.intervals import Interval
 from h2o_kv.eval.summary import Group, Point
+from h2o_kv.figures import panel_grid
 from h2o_kv.parity import MODES
 from h2o_kv.policies import POLICIES
 from paper.configs import QualityTable, QualityTask, QualityVariant, TableError
@@ -308,14 +309,8 @@ def draw_bars(pyplot: Any, results: Sequence[Result]) -> Any:
     for own in results:
         if own["value"] is not None and "task" in own["of"]:
             panels.setdefault((own["of"]["model"], own["of"]["task"]), []).append(own)
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(4.5 * columns, 3.5 * rows), layout="constrained", squeeze=False
-    )
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis, ((model, task), own) in zip(axes.flat, panels.items(), strict=False):
+    figure, axes = panel_grid(pyplot, len(panels), 4.5, 3.5)
+    for axis, ((model, task), own) in zip(axes, panels.items(), strict=True):
         names = [_bar_name(one) for one in own]
         errors = [
             [one["value"] - one["low"] for one in own],

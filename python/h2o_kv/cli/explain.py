@@ -27,8 +27,9 @@ from h2o_kv.cli.generate import (
 )
 from h2o_kv.diagnostics import Explanation, Span, explain, find_span
 from h2o_kv.diagnostics.explain import HeadEvidence, SpanExplanation
-from h2o_kv.diagnostics.plots import load_pyplot, plot_spans
+from h2o_kv.diagnostics.plots import plot_spans
 from h2o_kv.diagnostics.texts import decode
+from h2o_kv.figures import load_pyplot
 from h2o_kv.generation import PREFILL_MODES, CacheSpec, generate, resolve_policy
 from h2o_kv.models import DTYPES, EMBEDDED_MODEL
 from h2o_kv.policies import POLICIES, count_of, named

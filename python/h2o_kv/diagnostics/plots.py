@@ -4,29 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from h2o_kv.diagnostics.explain import SpanExplanation
+from h2o_kv.figures import load_pyplot
 
-__all__ = ["load_pyplot", "plot_spans"]
-
-
-def load_pyplot() -> Any:
-    """matplotlib.pyplot for files.
-
-    Raises
-    ------
-    ImportError
-        matplotlib is not installed; the message says how to.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError('plots need matplotlib: pip install "h2o-kv[bench]"') from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+__all__ = ["plot_spans"]
 
 
 def plot_spans(file: Path, spans: Sequence[SpanExplanation], prompt_tokens: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from h2o_kv.eval.data import EvalError, Row
 from h2o_kv.eval.intervals import RESAMPLES, Interval, bootstrap, wilson
 from h2o_kv.eval.text_metrics import self_bleu
+from h2o_kv.figures import load_pyplot, panel_grid
 from h2o_kv.policies import POLICIES, named
 
 __all__ = ["Group", "Point", "markdown", "plot", "summarise"]
@@ -223,20 +224,11 @@ def plot(groups: Sequence[Group], file: Path) -> None:
         matplotlib is missing.
     """
     try:
-        import matplotlib as mpl
+        pyplot = load_pyplot()
     except ImportError as error:
         raise EvalError("plots need matplotlib: pip install matplotlib") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    columns = min(3, len(groups))
-    rows = math.ceil(len(groups) / columns)
-    figure, panels = pyplot.subplots(
-        rows, columns, figsize=(5.5 * columns, 4 * rows), layout="constrained", squeeze=False
-    )
-    for panel in panels.flat[len(groups) :]:
-        panel.set_visible(False)
-    for group, panel in zip(groups, panels.flat, strict=False):
+    figure, panels = panel_grid(pyplot, len(groups), 5.5, 4)
+    for group, panel in zip(groups, panels, strict=True):
         _draw(group, panel)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
